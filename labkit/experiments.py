@@ -1,0 +1,327 @@
+"""One function per question, each giving one tidy table: measured here, or as recorded on a GPU that was.
+
+Times are microseconds per call (see timing.METHOD). Every function called `name` in EXPERIMENTS can be called by a lab,
+`experiments.name()`; `python -m labkit record` calls its `.measure()` and keeps what that returns.
+"""
+
+import functools
+import inspect
+
+from labkit import recordings
+
+EXPERIMENTS = {}
+
+
+def experiment(fn):
+    """Register an experiment: its table is measured live, or comes from the recording."""
+    signature = inspect.signature(fn)
+
+    @functools.wraps(fn)
+    def table(**params):
+        bound = signature.bind(**params)
+        bound.apply_defaults()
+        return recordings.live_or_recorded(fn.__name__, bound.arguments, lambda: fn(**bound.arguments), table.source)
+
+    table.measure, table.source = fn, inspect.getsource(fn)
+    EXPERIMENTS[fn.__name__] = table
+    return table
+
+
+def _pair(model, x):
+    """Return the same step eager and as a graph, {name: callable}, and the graph."""
+    import torch
+
+    from labkit import graphs
+
+    graph = graphs.GraphedCallable(model, x)
+    return {"eager": torch.inference_mode()(functools.partial(model, x)), "graph": functools.partial(graph, x)}, graph
+
+
+def _spread(column, spread):
+    """Return a spread as three cells of a row: the value, _low and _high."""
+    return {column: spread.median, f"{column}_low": spread.low, f"{column}_high": spread.high}
+
+
+@experiment
+def first_win():
+    """Time 24 linear layers, 1,024 wide, batch 1, float16, eager and as a graph (copy in, replay, clone out)."""
+    from labkit import models, timing
+
+    pair, graph = _pair(*models.build("mlp", layers=24, width=1024))
+    return timing.compare(pair).rows("eager", kernels=len(graph.kernel_names))
+
+
+@experiment
+def launch_cost():
+    """Take the cost of launching one kernel apart: the driver's call, then PyTorch operations that launch one."""
+    import torch
+    from torch.nn import functional as F
+
+    from labkit import timing
+
+    x = torch.randn(64, 64, device="cuda", dtype=torch.float16)
+    direct, traced = _launch_calls(x)
+    rows = [{"what": "cuLaunchKernel, called directly", "layer": "driver", "kernels": 1,
+             **_spread("cost_us", timing.measure(direct).enqueue_us), "samples": {}},
+            {"what": "launch call, seen by the profiler", "layer": "driver", "kernels": 1, **_spread("cost_us", traced)}]
+    with torch.inference_mode():
+        for what, call in {"x.add_(1)": lambda: x.add_(1), "x + x": lambda: x + x, "x @ x": lambda: x @ x,
+                           "F.linear(x, x)": lambda: F.linear(x, x), "F.gelu(x)": lambda: F.gelu(x),
+                           "F.layer_norm(x, (64,))": lambda: F.layer_norm(x, (64,)),
+                           "torch.softmax(x, -1)": lambda: torch.softmax(x, -1)}.items():
+            m = timing.measure(call)
+            rows.append({"what": what, "layer": "torch", "kernels": _kernels(call), **_spread("cost_us", m.enqueue_us),
+                         "samples": {"enqueue_us": m.enqueue_us.samples}})
+    return rows
+
+
+def _kernels(call):
+    """Count the kernels that one call launches."""
+    from labkit import trace
+
+    return len(trace.record(call))
+
+
+def _launch_calls(x):
+    """Return a bare driver launch of the kernel behind x.add_(1), and the spread of such launches in a trace."""
+    import torch
+    from cuda.bindings import driver
+
+    from labkit import timing, trace
+
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    x.add_(1)
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    node = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()), 1)[1][0]
+    p = driver.cuGraphKernelNodeGetParams(node)[1]
+    stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+    shape = (p.gridDimX, p.gridDimY, p.gridDimZ, p.blockDimX, p.blockDimY, p.blockDimZ, p.sharedMemBytes, stream)
+
+    def direct(graph=graph):  # the graph owns the memory of the arguments
+        driver.cuLaunchKernel(p.func, *shape, p.kernelParams, 0)
+
+    traced = trace.record(lambda: [x.add_(1) for _ in range(500)])
+    return direct, timing.spread([k.launch_us for k in traced.kernels])
+
+
+@experiment
+def matmul_crossover():
+    """Time one float16 matrix product, square, from tiny to large: CPU time to enqueue it against GPU time."""
+    import torch
+
+    from labkit import timing
+
+    rows = []
+    for size in (16, 64, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192):
+        a, b, out = (torch.randn(size, size, device="cuda", dtype=torch.float16) for _ in range(3))
+        rows.append(timing.measure(lambda: torch.mm(a, b, out=out), name="matmul", budget_s=2.0).row(size=size))
+    return rows
+
+
+@experiment
+def step_trace():
+    """Profile one step of a 24-layer transformer (width 1,024, 128 tokens, batch 1, float16), eager and as a graph."""
+    from labkit import models, trace
+
+    pair, _ = _pair(*models.build("transformer"))
+    return [row for how, call in pair.items() for row in trace.record(call).rows(how=how)]
+
+
+@experiment
+def step_saving():
+    """Compare what a graph saves per step with what kernels times launch cost would predict."""
+    import torch
+
+    from labkit import models, timing
+
+    x = torch.randn(64, 64, device="cuda", dtype=torch.float16)
+    launch = timing.measure(lambda: x.add_(1)).enqueue_us
+    driver = timing.measure(_launch_calls(x)[0]).enqueue_us
+    rows = []
+    for kind, layers, batch in (("mlp", 24, 1), ("transformer", 6, 1), ("transformer", 12, 1), ("transformer", 24, 1),
+                                ("transformer", 24, 8), ("transformer", 24, 32)):
+        pair, graph = _pair(*models.build(kind, layers=layers, batch=batch))
+        both, kernels = timing.compare(pair), len(graph.kernel_names)
+        rows.append({"model": kind, "layers": layers, "batch": batch, "kernels": kernels,
+                     "launch_us": launch.median, "driver_launch_us": driver.median,
+                     **_spread("eager_wall_us", both["eager"].wall_us), **_spread("graph_wall_us", both["graph"].wall_us),
+                     **_spread("saving_us", both.difference("eager", "graph")),
+                     "predicted_saving_us": kernels * launch.median, **_spread("speedup", both.ratio("eager", "graph")),
+                     "samples": {name: both[name].wall_us.samples for name in pair}})
+    return rows
+
+
+@experiment
+def idle_sweep():
+    """Sweep layers, width and batch of the transformer (32 tokens, float16): how long is the GPU idle in eager mode?"""
+    from labkit import models, timing
+
+    rows = []
+    for layers in (2, 6, 12, 24):
+        for width in (256, 512, 1024, 2048):
+            for batch in (1, 4, 16, 64):
+                pair, graph = _pair(*models.build("transformer", layers=layers, width=width, batch=batch, tokens=32))
+                both = timing.compare(pair, budget_s=1.0)
+                idle = [max(0.0, 1 - g / w) for g, w in zip(both["eager"].gpu_us.samples, both["eager"].wall_us.samples, strict=True)]
+                rows.append({"layers": layers, "width": width, "batch": batch, "kernels": len(graph.kernel_names),
+                             **_spread("eager_wall_us", both["eager"].wall_us),
+                             **_spread("graph_wall_us", both["graph"].wall_us), **_spread("gpu_us", both["eager"].gpu_us),
+                             **_spread("idle_share", timing.spread(idle)), **_spread("speedup", both.ratio("eager", "graph")),
+                             "samples": {name: both[name].wall_us.samples for name in pair}})
+    return rows
+
+
+@experiment
+def graph_contents():
+    """List the nodes of the graph of one transformer block and what each waits for."""
+    from labkit import models
+
+    _, graph = _pair(*models.build("transformer", layers=1))
+    return [{"node": i, "kind": n.kind, "name": n.name, "after": list(n.after), "grid": list(n.grid)}
+            for i, n in enumerate(graph.nodes)]
+
+
+@experiment
+def replay_cost():
+    """Time the replay of graphs of 1 to 10,000 nodes, each node one tiny addition."""
+    import torch
+
+    from labkit import graphs, timing
+
+    x, rows = torch.zeros(64, device="cuda"), []
+    for nodes in (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000):
+        graph = graphs.GraphedCallable(lambda: [x.add_(1) for _ in range(nodes)] and None)
+        rows.append(timing.measure(graph.replay, name="replay", budget_s=2.0).row(nodes=len(graph.nodes)))
+    return rows
+
+
+@experiment
+def capture_cost():
+    """Compare the one-off cost of a capture, seconds and bytes, with what each replay saves."""
+    from labkit import models, timing
+
+    rows = []
+    for layers in (1, 3, 6, 12, 24, 48):
+        pair, graph = _pair(*models.build("transformer", layers=layers))
+        both = timing.compare(pair)
+        saving = both.difference("eager", "graph")
+        rows.append({"layers": layers, "kernels": len(graph.kernel_names), "capture_s": graph.capture_seconds,
+                     **_spread("saving_us", saving), "break_even_calls": graph.capture_seconds * 1e6 / saving.median,
+                     "pool_bytes": graph.pool_bytes, "samples": {name: both[name].wall_us.samples for name in pair}})
+    return rows
+
+
+@experiment
+def grad_pools():
+    """Capture a transformer whose weights ask for gradients with autograd on, off, and in inference mode: pool bytes."""
+    import torch
+
+    from labkit import graphs, models, timing
+
+    model, x = models.build("transformer", layers=12, batch=8)
+    model.requires_grad_(True)
+    rows, replays = [], {}
+    for how, mode in (("grad on", torch.enable_grad), ("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode)):
+        with mode():
+            model(x)
+            graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=pool):
+                out = model(x)
+        rows.append({"how": how, "pool_bytes": graphs.pool_bytes(pool), "has_grad_fn": out.grad_fn is not None})
+        replays[how] = graph.replay, out
+    both = timing.compare({how: replay for how, (replay, _) in replays.items()})
+    return [row | {k: v for k, v in both[row["how"]].row().items() if k.startswith(("wall_us", "samples"))} for row in rows]
+
+
+@experiment
+def same_operations():
+    """Check that a replay runs the same kernels as eager mode, in the same order, and returns the same bits."""
+    import torch
+
+    from labkit import models, trace
+
+    model, x = models.build("transformer")
+    pair, _ = _pair(model, x)
+    eager, graph = (trace.record(call) for call in pair.values())
+    names = [[k.name for k in t.kernels if not k.name.startswith(("Memcpy", "Memset"))] for t in (eager, graph)]
+    copies = [len(t) - len(n) for t, n in zip((eager, graph), names, strict=True)]
+    return [{"check": "outputs equal, bit for bit", "result": torch.equal(pair["eager"](), pair["graph"]()), "detail": ""},
+            {"check": "same kernels, same order", "result": names[0] == names[1],
+             "detail": f"{len(names[0])} kernels eager, {len(names[1])} replayed"},
+            {"check": "copies around the graph: input in, output out", "result": copies[1] > copies[0],
+             "detail": f"{copies[0]} copies eager, {copies[1]} with the graph"}]
+
+
+@experiment
+def warm_up_cold():
+    """Try, each in a fresh process, to capture operations that were never called before: cold, and warmed up once."""
+    from labkit import isolate
+
+    setups = {"matrix product": "x = torch.randn(64, 64, device='cuda'); op = lambda: x @ x",
+              "convolution": "x = torch.randn(1, 8, 32, 32, device='cuda'); c = torch.nn.Conv2d(8, 8, 3).cuda(); op = lambda: c(x)",
+              "FFT": "x = torch.randn(64, 64, device='cuda'); op = lambda: torch.fft.fft(x)",
+              "LU solve": "x = torch.randn(8, 8, device='cuda'); op = lambda: torch.linalg.solve(x, x)"}
+    rows = []
+    for what, setup in setups.items():
+        for warm_ups in (0, 1):
+            source = (f"import torch\n{setup}\nwith torch.no_grad():\n    for _ in range({warm_ups}):\n        op()\n"
+                      "    torch.cuda.synchronize()\n    graph = torch.cuda.CUDAGraph()\n"
+                      "    with torch.cuda.graph(graph):\n        op()\n    graph.replay()\n    torch.cuda.synchronize()")
+            result = isolate.run(source)
+            error = (result.error or "").strip().splitlines()
+            rows.append({"what": what, "warm_ups": warm_ups, "captured": not error, "error": error[-1] if error else "",
+                         "cause": result.cause or ""})
+    return rows
+
+
+@experiment
+def static_traps():
+    """Fall into the traps of static buffers with raw PyTorch: what one would expect, and what came out."""
+    import torch
+
+    from labkit import graphs
+
+    x, out = torch.zeros(4, device="cuda"), torch.full((4,), -1.0, device="cuda")
+    preallocated = out.data_ptr()
+    x + 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x + 1
+    captured, held = out, x
+    rows = [{"trap": "output preallocated before the capture is the one written", "expected": 1.0,
+             "got": float(out.data_ptr() == preallocated), "raised": False}]
+    x = torch.full((4,), 10.0, device="cuda")
+    graph.replay()
+    rows.append({"trap": "x = new tensor, then replay", "expected": float((x + 1)[0]), "got": float(captured[0]), "raised": False})
+    held.copy_(x)
+    graph.replay()
+    first = captured
+    held.fill_(20.0)
+    graph.replay()
+    rows.append({"trap": "keep the output, replay again", "expected": 11.0, "got": float(first[0]), "raised": False})
+    held.copy_(torch.full((1,), 5.0, device="cuda"))
+    graph.replay()
+    rows.append({"trap": "copy_ an input of the wrong shape", "expected": float("nan"), "got": float(captured[0]), "raised": False})
+    try:
+        graphs.GraphedCallable(lambda t: t + 1, held)(torch.full((1,), 5.0, device="cuda"))
+    except ValueError:
+        rows.append({"trap": "the same, with GraphedCallable", "expected": float("nan"), "got": float("nan"), "raised": True})
+    return rows
+
+
+@experiment
+def wrapper_cost():
+    """Compare the wrapper's cost on the 24 x 1,024 MLP, batch 1: bare replay, ours, and PyTorch's own two."""
+    import torch
+
+    from labkit import graphs, models, timing
+
+    model, x = models.build("mlp", layers=24, width=1024)
+    ours, buffers = graphs.GraphedCallable(model, x), graphs.GraphedCallable(model, x, clone=False)
+    theirs = torch.cuda.make_graphed_callables(models.build("mlp", layers=24, width=1024)[0], (x,))
+    compiled = torch.compile(model, mode="reduce-overhead")
+    with torch.inference_mode():
+        return timing.compare({"make_graphed_callables": lambda: theirs(x), "GraphedCallable": lambda: ours(x),
+                               "GraphedCallable, clone=False": lambda: buffers(x), "bare replay": ours.replay,
+                               "torch.compile, reduce-overhead": lambda: compiled(x)}, budget_s=10).rows("make_graphed_callables")

@@ -1,0 +1,74 @@
+"""The models under test: built on the GPU with random weights, no download, and refused with a reason if they do not fit.
+
+Latency does not depend on the values of the weights, so random ones measure what trained ones would.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from labkit import machine
+
+
+class TooLarge(RuntimeError):
+    """The model does not fit into the free memory of the GPU."""
+
+
+class Block(nn.Module):
+    """One pre-norm transformer encoder block: attention, then a two-layer MLP, each added to its input."""
+
+    def __init__(self, width, head=64):
+        super().__init__()
+        self.heads = max(1, width // head)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):  # (batch, tokens, width) -> the same
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v)  # (batch, heads, tokens, width / heads)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def mlp(layers=24, width=1024):
+    """Return `layers` times Linear and ReLU, all `width` wide: maps (batch, width) to (batch, width)."""
+    return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())))
+
+
+def transformer(layers=24, width=1024):
+    """Return `layers` encoder blocks: maps (batch, tokens, width) to the same shape."""
+    return nn.Sequential(*(Block(width) for _ in range(layers)))
+
+
+KINDS = {"mlp": mlp, "transformer": transformer}
+
+
+def build(kind, *, layers=24, width=1024, batch=1, tokens=128, dtype=torch.float16):
+    """Build a model on the GPU in eval mode, with one random input that fits it; returns (model, input).
+
+    Raises ValueError for an unknown kind or a size below one, NoGPU without a GPU, TooLarge if it would not fit.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no model is called {kind!r}; there are: {', '.join(KINDS)}")
+    if min(layers, width, batch, tokens) < 1:
+        raise ValueError(f"layers, width, batch and tokens must be 1 or more, not {layers}, {width}, {batch}, {tokens}")
+    machine.require_gpu(f"Building a {kind}")
+    shape = (batch, width) if kind == "mlp" else (batch, tokens, width)
+    need, free = needed_bytes(kind, layers, width, shape, dtype), machine.free_bytes()
+    if need > free:
+        raise TooLarge(f"a {kind} of {layers} layers, width {width}, batch {batch} in {dtype} needs about "
+                       f"{need / 2**30:.1f} GiB; {free / 2**30:.1f} GiB of this GPU are free. "
+                       "Choose fewer layers, a smaller width or batch, or free memory (restart other kernels).")
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        model = KINDS[kind](layers, width).to(dtype).eval().requires_grad_(False)
+        return model, torch.randn(shape, dtype=dtype)
+
+
+def needed_bytes(kind, layers, width, shape, dtype):
+    """Return the GPU memory in bytes that a model and one step of it need: weights (made in float32), and activations."""
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in KINDS[kind](layers, width).parameters())
+    activations = 16 * torch.Size(shape).numel() * dtype.itemsize  # the widest moment of a block, with room to spare
+    return weights * (4 + dtype.itemsize) + activations

@@ -1,0 +1,237 @@
+"""The only clock: how long a call keeps the CPU, how long it keeps the GPU, how long a loop of it takes.
+
+`measure(fn)` times one callable, `compare({name: fn, ...})` several in turn, so that drift hits all alike.
+Nothing else in labkit, its labs or its tests times GPU work.
+"""
+
+import contextlib
+import gc
+import math
+import os
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+import numpy as np
+import torch
+
+from labkit import machine
+
+METHOD = {
+    "unit": "microseconds per call",
+    "enqueue_us": "CPU time until the call returns, GPU idle before (time.perf_counter_ns over a short burst of calls)",
+    "gpu_us": "CUDA events around a burst of calls queued behind a spinning kernel, so without the gaps between launches "
+              "(up to about 1,000 launches a burst)",
+    "wall_us": "steady state: a loop of calls between two torch.cuda.synchronize(), divided by the number of calls",
+    "warm_up": "at least 3 calls and 0.2 s of each candidate, then rounds",
+    "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round",
+    "statistic": "median over rounds; 95 % interval by moving-block bootstrap over rounds; a ratio is that of medians",
+    "stop": "when the interval of every ratio (of a lone candidate: of its wall time) is narrower than 2 %, or at the budget",
+    "outside": "garbage collection, allocation of inputs, other measurements on this GPU (a file lock)",
+}
+CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
+_BURST_US, _LOOP_US, _MAX_BURST, _MAX_LOOP = 400.0, 3000.0, 64, 2000
+_MIN_ROUNDS, _RESAMPLES = 24, 500
+_SPIN_CYCLES_PER_US = 2000  # at 2 GHz; a slower clock only spins longer
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its 95 % interval, and the samples behind it (one a round)."""
+
+    median: float
+    low: float
+    high: float
+    samples: tuple
+
+    @property
+    def width(self):
+        """Width of the interval as a share of the median."""
+        return (self.high - self.low) / self.median if self.median else math.inf
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one callable costs on each clock, in microseconds per call."""
+
+    name: str
+    enqueue_us: Spread
+    gpu_us: Spread
+    wall_us: Spread
+    rounds: int
+    stopped_by: str  # "interval" or "budget"
+
+    def row(self, **extra):
+        """Return one tidy row: each clock with _low and _high, rounds, what stopped it, and the raw samples."""
+        spreads = {clock: getattr(self, clock) for clock in CLOCKS}
+        row = {"name": self.name, **extra}
+        for clock, spread in spreads.items():
+            row |= {clock: spread.median, f"{clock}_low": spread.low, f"{clock}_high": spread.high}
+        return row | {"rounds": self.rounds, "stopped_by": self.stopped_by,
+                      "samples": {clock: spread.samples for clock, spread in spreads.items()}}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several callables measured in the same rounds."""
+
+    measurements: dict  # name -> Measurement
+
+    def __getitem__(self, name):
+        return self.measurements[name]
+
+    def ratio(self, slow, fast, clock="wall_us"):
+        """Return how many times as long `slow` takes as `fast`: a Spread, resampled by whole rounds."""
+        a, b = (np.array(getattr(self.measurements[name], clock).samples) for name in (slow, fast))
+        return spread(a, b)
+
+    def difference(self, slow, fast, clock="wall_us"):
+        """Return how many microseconds `fast` saves against `slow`: a Spread, resampled by whole rounds."""
+        a, b = (np.array(getattr(self.measurements[name], clock).samples) for name in (slow, fast))
+        return spread(a, b, np.subtract)
+
+    def rows(self, slow=None, **extra):
+        """Return one row a callable; with `slow`, each also carries the speedup over it, and its interval."""
+        rows = [m.row(**extra) for m in self.measurements.values()]
+        for row in rows if slow else ():
+            r = self.ratio(slow, row["name"])
+            row |= {"speedup": r.median, "speedup_low": r.low, "speedup_high": r.high}
+        return rows
+
+
+def measure(fn, *, name="call", budget_s=3.0):
+    """Time one callable that takes no argument; returns a Measurement (microseconds)."""
+    return compare({name: fn}, budget_s=budget_s)[name]
+
+
+def compare(candidates, *, budget_s=5.0, target=0.02):
+    """Time callables that take no argument, in interleaved rounds; returns a Comparison.
+
+    Goes on until the 95 % interval of the ratio of the first candidate to each other one is narrower than `target`,
+    or until `budget_s` seconds (warm-up apart) are over. Raises NoGPU without a GPU, ValueError without a candidate.
+    """
+    if not candidates:
+        raise ValueError("compare() needs at least one callable: compare({'eager': f, 'graph': g})")
+    machine.require_gpu("Measuring")
+    with _gpu_to_ourselves(), torch.inference_mode(torch.is_inference_mode_enabled()):
+        probes = {name: _Probe(fn) for name, fn in candidates.items()}
+        samples = {name: [] for name in candidates}
+        end, rounds, stopped_by = time.perf_counter() + budget_s, 0, "budget"
+        while rounds < 3 or time.perf_counter() < end:
+            for name in (list(probes) if rounds % 2 else reversed(probes)):
+                samples[name].append(probes[name].sample())
+            rounds += 1
+            if rounds >= _MIN_ROUNDS and rounds % 8 == 0 and _widest(samples) < target:
+                stopped_by = "interval"
+                break
+    return Comparison({name: Measurement(name, *(spread(column) for column in np.array(s).T), rounds, stopped_by)
+                       for name, s in samples.items()})
+
+
+class _Probe:
+    """One candidate, warmed up, with the number of calls that each sample of it takes."""
+
+    def __init__(self, fn):
+        self.fn = fn
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began, calls = time.perf_counter(), 0
+        while calls < 3 or time.perf_counter() - began < 0.2:
+            fn()
+            torch.cuda.synchronize()
+            calls += 1
+        enqueue, wall = min(self._enqueue(1) for _ in range(3)), min(self._wall(3) for _ in range(3))
+        self.burst = int(min(max(1, _BURST_US / enqueue), _MAX_BURST))
+        self.loop = int(min(max(3, _LOOP_US / wall), _MAX_LOOP))
+        self.spin = int((self.burst * enqueue * 2 + 100) * _SPIN_CYCLES_PER_US)
+
+    def sample(self):
+        """Return (enqueue_us, gpu_us, wall_us), per call."""
+        return self._enqueue(self.burst), self._gpu(self.burst), self._wall(self.loop)
+
+    def _enqueue(self, calls):
+        fn = self.fn
+        torch.cuda.synchronize()
+        began = time.perf_counter_ns()
+        for _ in range(calls):
+            fn()
+        return (time.perf_counter_ns() - began) / 1e3 / calls
+
+    def _gpu(self, calls):
+        fn = self.fn
+        torch.cuda.synchronize()
+        torch.cuda._sleep(self.spin)
+        self.start.record()
+        for _ in range(calls):
+            fn()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) * 1e3 / calls
+
+    def _wall(self, calls):
+        fn = self.fn
+        torch.cuda.synchronize()
+        began = time.perf_counter_ns()
+        for _ in range(calls):
+            fn()
+        torch.cuda.synchronize()
+        return (time.perf_counter_ns() - began) / 1e3 / calls
+
+
+def _widest(samples):
+    """Return the widest interval that decides whether to go on, as a share of its median."""
+    first, *others = (np.array(s)[:, CLOCKS.index("wall_us")] for s in samples.values())
+    return max(spread(first, other).width for other in others) if others else spread(first).width
+
+
+def spread(a, b=None, combine=np.divide):
+    """Return the median of `a` (with `b`: of the two medians, combined) and its interval, resampling blocks of rounds."""
+    a = np.asarray(a, dtype=float)
+    rounds = len(a)
+    block = max(1, math.isqrt(rounds))
+    starts = np.random.default_rng(0).integers(0, rounds - block + 1, (_RESAMPLES, math.ceil(rounds / block)))
+    picks = (starts[:, :, None] + np.arange(block)).reshape(_RESAMPLES, -1)[:, :rounds]
+    point, resampled = np.median(a), np.median(a[picks], axis=1)
+    samples = a
+    if b is not None:
+        b = np.asarray(b, dtype=float)
+        point, resampled = combine(point, np.median(b)), combine(resampled, np.median(b[picks], axis=1))
+        samples = combine(a, b)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return Spread(float(point), float(low), float(high), tuple(round(float(s), 4) for s in samples))
+
+
+@contextlib.contextmanager
+def _gpu_to_ourselves():
+    """Hold this GPU's file lock and keep the garbage collector out, whatever happens inside."""
+    lock = _lock()
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        print("Waiting: another measurement is running on this GPU. Yours starts when it ends.")
+        lock.acquire()
+    others = machine.other_processes()
+    if others:
+        warnings.warn(f"other processes use this GPU, so times may be too long: {', '.join(others)}", stacklevel=4)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+        lock.release()
+
+
+def _lock():
+    """Return the lock of this GPU, in a folder that every user of the machine may write to."""
+    folder = Path(tempfile.gettempdir(), "labkit-locks")
+    if not folder.exists():
+        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            os.chmod(folder, 0o777)
+    path = folder / f"{machine.gpu_uuid()}.lock"
+    return filelock.FileLock(path, mode=0o666)

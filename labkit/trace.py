@@ -1,0 +1,89 @@
+"""One profiled call as a Trace: every piece of GPU work in order, with the CPU call that launched it."""
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+_CPU_CALLS = {"cuda_runtime", "cuda_driver"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One piece of GPU work and its launch; times in microseconds from the first launch of the call."""
+
+    name: str
+    launch_at_us: float
+    launch_us: float
+    start_us: float
+    gpu_us: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The GPU work of one call, in the order in which the GPU did it. Profiling slows launches, not kernels."""
+
+    kernels: tuple
+
+    def __len__(self):
+        return len(self.kernels)
+
+    @property
+    def busy_us(self):
+        """Time the GPU spent in kernels."""
+        return sum(k.gpu_us for k in self.kernels)
+
+    @property
+    def span_us(self):
+        """Time from the first launch to the end of the last kernel."""
+        return max(k.start_us + k.gpu_us for k in self.kernels)
+
+    @property
+    def idle_share(self):
+        """Share of the span in which the GPU had nothing to do, 0 to 1."""
+        return 1 - self.busy_us / self.span_us
+
+    def rows(self, **extra):
+        """Return one tidy row a kernel, in order."""
+        return [{**extra, "index": i, **asdict(k)} for i, k in enumerate(self.kernels)]
+
+
+def record(fn, *, calls_before=3):
+    """Profile one call of `fn` (no arguments), after a few that only warm up; returns its Trace.
+
+    Raises NoGPU without a GPU, RuntimeError when the call launched nothing.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from labkit import graphs, machine
+
+    machine.require_gpu("Tracing")
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, tempfile.TemporaryDirectory() as folder:
+        for _ in range(calls_before):
+            fn()
+        torch.cuda.synchronize()
+        with record_function("labkit: one call"):
+            fn()
+            torch.cuda.synchronize()
+        profiler.stop()
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
+    return _trace(events, "labkit: one call", graphs.short_name)
+
+
+def _trace(events, label, short_name):
+    """Pair the GPU work launched inside the span called `label` with its launches; events as in a Chrome trace (us)."""
+    span = next(e for e in events if e["name"] == label and e["cat"] == "user_annotation")
+    inside = range(int(span["ts"]), int(span["ts"] + span["dur"]) + 1)
+    launches = {e["args"]["correlation"]: e for e in events
+                if e.get("cat") in _CPU_CALLS and int(e["ts"]) in inside and "correlation" in e.get("args", {})}
+    work = [e for e in events if e.get("cat") in _GPU_WORK and e["args"].get("correlation") in launches]
+    if not work:
+        raise RuntimeError("nothing to trace: the call launched no work on the GPU")
+    pairs = sorted(((launches[e["args"]["correlation"]], e) for e in work), key=lambda pair: pair[1]["ts"])
+    zero = min(launch["ts"] for launch, _ in pairs)
+    return Trace(tuple(Kernel(short_name(e["name"]), round(launch["ts"] - zero, 3), launch["dur"],
+                              round(e["ts"] - zero, 3), e["dur"]) for launch, e in pairs))
