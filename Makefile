@@ -1,0 +1,21 @@
+# make lab          set everything up in .venv and open JupyterLab on the first lab
+# make test         everything that needs no GPU
+# make doctor | run | record | build      the other commands of labkit
+# ARGS="..." goes on to the command: make lab ARGS=--no-browser, make run ARGS=10
+# PYTHON=... names the Python to start from (3.11 or newer)
+
+PYTHON ?= python3
+ARGS ?=
+LABKIT = .venv/bin/python -m labkit
+
+.PHONY: lab test doctor run record build install
+
+install:
+	@$(PYTHON) -m labkit.install
+
+lab doctor run record build: install
+	@$(LABKIT) $@ $(ARGS)
+
+test:
+	@$(PYTHON) -m labkit.install --extra test
+	@.venv/bin/python -m pytest $(ARGS)

@@ -1,0 +1,158 @@
+"""Set up .venv for the labs: `python3 -m labkit.install [--extra test]`, with nothing but Python itself.
+
+A python3 whose torch sees a GPU keeps that torch: .venv then reads that Python's packages after its own.
+Where pip cannot install (no network), .venv reads what that Python has, and what is missing is named.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "labkit-install.json"
+
+
+def say(text):
+    print(f"labkit: {text}", flush=True)
+
+
+def ask(python, code):
+    """Return what a Python program prints, read as JSON, or None where it fails or needs over two minutes."""
+    try:
+        run = subprocess.run([python, "-c", "import json\n" + code], capture_output=True, text=True, timeout=120)
+        return json.loads(run.stdout) if run.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def installed_torch():
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_to_keep():
+    """Return the version of this Python's torch if it sees a GPU and is new enough, else None."""
+    found = installed_torch()
+    if not found or not ask(sys.executable, "import torch; print(json.dumps(torch.cuda.is_available()))"):
+        return None
+    if [int(part) for part in re.findall(r"\d+", found)[:2]] < [2, 8]:
+        return say(f"torch {found} of {sys.executable} sees a GPU but is older than 2.8: installing a newer one.")
+    say(f"keeping torch {found} of {sys.executable}: it sees a GPU.")
+    return found
+
+
+def make_venv():
+    """Make .venv unless it works with this very Python already; what could not be made whole is taken away."""
+    if ask(PYTHON, "import sys, pip; print(json.dumps(sys.version))") == sys.version:
+        return
+    if VENV.exists() and not (VENV / "pyvenv.cfg").exists():
+        sys.exit(f"labkit: {VENV} is not a Python environment: move it away, then run this again.")
+    say(f"making .venv with Python {sys.version.split()[0]} ...")
+    try:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True, text=True,
+                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except subprocess.CalledProcessError as error:
+        shutil.rmtree(VENV, ignore_errors=True)
+        debian = "this Python lacks its venv part: apt install python3-venv"
+        sys.exit("labkit: .venv could not be made: "
+                 + (debian if "ensurepip" in error.stdout else error.stdout.strip().splitlines()[-1]))
+    except KeyboardInterrupt:
+        shutil.rmtree(VENV, ignore_errors=True)
+        raise
+
+
+def link(*folders):
+    """Let .venv's Python read packages in these folders after its own; none: only its own."""
+    site = ask(PYTHON, "import sysconfig; print(json.dumps(sysconfig.get_path('purelib')))")
+    lines = [f"import site; site.addsitedir({str(folder)!r})\n" for folder in folders]
+    Path(site, "labkit-base.pth").write_text("".join(lines))
+
+
+def constraints(kept):
+    """Write the pins to install by; beside a kept torch, what that torch asks for is left to it."""
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    if kept:
+        asked = [re.match(r"[\w.-]+", need).group() for need in importlib.metadata.requires("torch") or ()]
+        free = {"torch", *(name.lower().replace("_", "-") for name in asked)}
+        pins = [pin for pin in pins if pin.split("==")[0] not in free] + [f"torch=={kept}"]
+    file = VENV / "labkit-constraints.txt"
+    file.write_text("\n".join(pins) + "\n")
+    return file
+
+
+def missing(extras):
+    """Return (the names labkit needs, those that .venv's Python does not have)."""
+    import tomllib  # new in Python 3.11, and main() answers older ones
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = sum((project["optional-dependencies"][extra] for extra in extras), project["dependencies"])
+    names = [re.match(r"[\w.-]+", need).group() for need in needs if f"!= '{sys.platform}'" not in need]
+    have = ask(PYTHON, "from importlib.metadata import distributions\n"
+                       "print(json.dumps([d.name.lower().replace('_', '-') for d in distributions()]))")
+    return names, [name for name in names if name not in have]
+
+
+def install(extras):
+    """Install into .venv, or fall back to what is there; return whether everything was installed."""
+    kept = torch_to_keep()
+    make_venv()
+    base = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    link(*base if kept else ())
+    say("installing what the labs need; the first time takes minutes" + ("." if kept else ", and 1.5 GB or more."))
+    target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+    # Some GPU containers pin their own versions in PIP_CONSTRAINT: those are not for .venv.
+    env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    pip = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--retries", "2",
+           "-c", constraints(kept), "-e", target]
+    if subprocess.run(pip, env=env).returncode == 0:
+        return True
+    link(ROOT, *base)
+    names, lacking = missing(extras)
+    if len(lacking) == len(names):
+        sys.exit("labkit: nothing could be installed (pip's ERROR above says why; most often there is no network), "
+                 "and this Python has none of it. Run this again with a network.")
+    say("pip could not install everything (its ERROR above says why; most often there is no network): going on with "
+        f"what is there. Missing: {', '.join(lacking) or 'nothing'}.")
+    return False
+
+
+def main():
+    """Bring .venv up to date; a Python that is too old, or bad luck, gets one line and a non-zero exit."""
+    if sys.version_info < (3, 11):
+        newer = [name for name in ("python3.13", "python3.12", "python3.11") if shutil.which(name)]
+        sys.exit(f"labkit: Python 3.11 or newer is needed, and {sys.executable} is {sys.version.split()[0]}. "
+                 f"Try: make lab PYTHON={newer[0] if newer else 'path/to/a/newer/python3'}")
+    parser = argparse.ArgumentParser(prog="python3 -m labkit.install", description=__doc__.splitlines()[0])
+    parser.add_argument("--extra", action="append", default=[], choices=["test"])
+    extras = set(parser.parse_args().extra)
+    stamp = json.loads(STAMP.read_text()) if STAMP.exists() and PYTHON.exists() else {}
+    base = stamp.get("base", sys.executable)
+    if base != sys.executable and Path(base).exists():  # .venv stays with the Python that it was made with
+        os.execv(base, [base, "-m", "labkit.install", *sys.argv[1:]])
+    extras |= set(stamp.get("extras", ()))
+    files = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    key = hashlib.sha256(files + f"{ROOT} {sys.version} {installed_torch()}".encode()).hexdigest()
+    if stamp == {"key": key, "base": base, "extras": sorted(extras)}:
+        return say(f".venv is up to date (made with {base}; remove .venv to start over).")
+    if install(sorted(extras)):
+        STAMP.write_text(json.dumps({"key": key, "base": sys.executable, "extras": sorted(extras)}))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        say("interrupted. Run it again: it goes on from here.")
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(f"labkit: {error}. Is this folder yours to write, and is there room on the disk?")
