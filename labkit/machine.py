@@ -98,7 +98,7 @@ def mode():
     if os.environ.get("LABKIT_MODE") == "recorded":
         return Mode(False, "LABKIT_MODE=recorded is set", "Unset LABKIT_MODE to use this machine's GPU.")
     if not _nvml() and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
-        return Mode(False, "no NVIDIA GPU or driver was found", "Nothing to do: the labs show recordings.")
+        return Mode(False, "no NVIDIA GPU or driver was found", "Without one, the labs show recordings.")
     try:
         import torch
     except ImportError as error:
@@ -302,15 +302,18 @@ def requirements():
 
 
 def _check_packages():
+    """Give one line for all that fits, and one for each package that is missing or does not fit."""
+    fine = []
     for need in requirements():
         have, install = version(need.name), f"{sys.executable} -m pip install '{need.name}{need.specifier}'"
         if have is None:
             what = "not installed" + ("; recorded labs do without" if need.name == "torch" else "")
             yield Check(need.name, "warning", what, install)
         elif need.specifier.contains(have, prereleases=True):
-            yield Check(need.name, "ok", have)
+            fine.append(f"{need.name} {have}")
         else:
             yield Check(need.name, "problem", f"{have} does not fit {need.specifier}", install)
+    yield Check("packages", "ok", ", ".join(fine))
 
 
 def _check_kernel():

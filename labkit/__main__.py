@@ -1,0 +1,222 @@
+"""The commands: python -m labkit doctor | lab | run | record | build."""
+
+import argparse
+import difflib
+import importlib.util
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import labkit
+from labkit import machine
+
+
+class Refusal(Exception):
+    """One line for the person at the keyboard: what is wrong and what to do."""
+
+
+def doctor(args):
+    """Print every check with its fix; 1 only if something installed is broken."""
+    checks = machine.doctor()
+    if args.json:
+        print(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        print_checks(checks)
+    return int(any(check.status == "problem" for check in checks))
+
+
+def print_checks(checks):
+    for check in checks:
+        print(f"{check.status:8} {check.name:18} {check.found}")
+        if check.fix:
+            print(f"{'':27} -> {check.fix}")
+
+
+def need(*packages):
+    """Refuse, naming what to do, where a package is not installed."""
+    if lacking := [package for package in packages if not importlib.util.find_spec(package)]:
+        raise Refusal(f"{', '.join(lacking)} is not installed: `make lab` with a network installs it, "
+                      f"or {sys.executable} -m pip install {' '.join(lacking)}")
+
+
+def notebooks_folder():
+    """Return the notebooks folder: of the folder one is in, else of the clone that labkit stands in."""
+    for folder in (Path.cwd(), Path(labkit.__file__).parents[1]):
+        if list(folder.glob("notebooks/*.ipynb")):
+            return folder / "notebooks"
+    raise Refusal("there is no folder `notebooks` here: go to the folder of your clone first")
+
+
+def free_port(wanted):
+    """Return the first port from `wanted` on that nobody on this machine listens at."""
+    for port in range(wanted, min(wanted + 100, 65536)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port != wanted:
+            print(f"Port {wanted} is taken: using {port}.")
+        return port
+    raise Refusal(f"no port from {wanted} on is free: name another, --port=9000")
+
+
+def lab(args):
+    """Become JupyterLab at the first lab, on localhost with a token; what follows `lab` goes on to Jupyter."""
+    need("jupyterlab")
+    folder = notebooks_folder()
+    checks = machine.doctor()
+    print_checks([check for check in checks if check.name == "mode" or check.status != "ok"])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=8888)
+    ours, theirs = parser.parse_known_args(args.jupyter)
+    first = min(path.name for path in folder.glob("*.ipynb"))
+    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--port={free_port(ours.port)}",
+               f"--ServerApp.root_dir={folder.parent}", f"--LabApp.default_url=/lab/tree/notebooks/{first}", *theirs]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")
+    sys.stdout.flush()
+    os.execve(sys.executable, command, {**os.environ, **machine.writable_environment()})
+
+
+def find_labs(names, folder):
+    """Return the notebooks meant by names ("10", "10_measure_launch_overhead"); none means all."""
+    labs = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
+    found = []
+    for name in names:
+        stem = Path(name).stem
+        meant = [lab for lab in labs if lab == stem or lab.split("_")[0] == stem]
+        if not meant:
+            close = difflib.get_close_matches(stem, labs, cutoff=0.4) or labs
+            raise Refusal(f"there is no lab {name!r}; did you mean {' or '.join(close)}?")
+        found += [labs[lab] for lab in meant]
+    return found or list(labs.values())
+
+
+def run(args):
+    """Execute labs without a browser, live or recorded; keep the executed copies and one page of them all."""
+    need("nbclient", "nbconvert", "ipykernel")
+    folder = notebooks_folder()
+    labs = find_labs(args.labs, folder / "solutions" if args.solutions else folder)
+    os.environ.update(machine.writable_environment())
+    out = Path(args.out or time.strftime("runs/%Y-%m-%dT%H-%M-%S"))
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"Labs run {'LIVE' if machine.mode().live else 'RECORDED'}: {machine.mode().reason}.")
+    done, failures, stopped = [], [], ""
+    try:
+        for path in labs:
+            failures += run_lab(path, out, done)
+    except KeyboardInterrupt:
+        stopped = "Interrupted: what had run until then is kept. "
+    page = write_page(done, out)
+    print(f"{stopped}Executed copies and one page of them: {page}")
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 130 if stopped else int(bool(failures))
+
+
+def run_lab(path, out, done):
+    """Run one lab's cells, save the copy however far it came, add it to `done`; return its failure as [line] or []."""
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
+    from tqdm import tqdm
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    done.append(notebook)
+    client = NotebookClient(notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": path.parent}})
+    client.reset_execution_trackers()
+    number = 0
+    try:
+        with client.setup_kernel(cwd=str(path.parent)):
+            for number, cell in enumerate(tqdm(notebook.cells, desc=path.stem, unit="cell"), 1):
+                client.execute_cell(cell, number - 1)
+            client.set_widgets_metadata()
+    except CellExecutionError as error:
+        return [f"labkit: {path.stem}, cell {number}: {error.ename}: {(error.evalue.splitlines() or [''])[0]}"]
+    except DeadKernelError:
+        return [f"labkit: {path.stem}, cell {number}: the kernel died (out of memory?)"]
+    finally:
+        nbformat.write(notebook, out / path.name)
+    return []
+
+
+def write_page(done, out):
+    """Write all executed labs as one HTML page and return its path."""
+    import nbformat
+    from nbconvert import HTMLExporter
+    cells = [cell for notebook in done for cell in notebook.cells]
+    whole = nbformat.v4.new_notebook(cells=cells)
+    html, _ = HTMLExporter().from_notebook_node(whole, {"metadata": {"name": "CUDA Graphs Lab"}})
+    page = out / "labs.html"
+    page.write_text(html)
+    return page
+
+
+def record(args):
+    """Measure experiments and labs on this GPU and keep them as recordings."""
+    from labkit.record import record
+    from labkit.recordings import RecordingError
+    try:
+        paths = record(args.names, commit=args.commit, out=args.out)
+    except RecordingError as error:
+        raise Refusal(str(error)) from error
+    print(f"Recorded {len(paths)}: {', '.join(str(path) for path in paths)}")
+
+
+def build(args):
+    """Write the learner's copies from the solutions, or (--check) only say what would change."""
+    need("nbformat", "nbclient")
+    from labkit import build
+    if args.check:
+        differences = build.check()
+        print("\n".join(differences) or "Every learner's copy is what its solution makes.")
+        return int(bool(differences))
+    changed = build.build(execute=args.execute)
+    print(f"Written: {', '.join(str(path) for path in changed) or 'nothing, all was up to date'}")
+
+
+def parser():
+    parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: see what is here, open, run, record.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | run | record | build")
+    add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
+           for fn in (doctor, lab, run, record, build)}
+    for fn, command in add.items():
+        command.set_defaults(fn=fn)
+    add[doctor].add_argument("--json", action="store_true", help="print the checks as JSON")
+    add[run].add_argument("labs", nargs="*", metavar="LAB", help="a lab's name or number; none: all")
+    add[run].add_argument("--solutions", action="store_true", help="run the solutions, not the learner's copies")
+    add[run].add_argument("--out", metavar="DIR", help="where to write (else runs/<time>)")
+    add[record].add_argument("names", nargs="*", metavar="NAME", help="an experiment or a lab; none: all")
+    add[record].add_argument("--commit", help="the commit measured, in a copy without git")
+    add[record].add_argument("--out", metavar="DIR", help="where to write (else labkit/recordings)")
+    add[build].add_argument("--check", action="store_true", help="change nothing; 1 if something would change")
+    add[build].add_argument("--execute", action="store_true", help="run the solutions first, on recordings")
+    return parser
+
+
+def main(argv=None):
+    """Run one command and return its exit status; trouble that was foreseen is one line on stderr."""
+    args, others = parser().parse_known_args(argv)
+    if others and args.command != "lab":
+        parser().error(f"unknown: {' '.join(others)}")
+    args.jupyter = others
+    try:
+        return args.fn(args) or 0
+    except (Refusal, machine.NoGPU, OSError) as error:
+        print(f"labkit: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("labkit: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
