@@ -1,0 +1,127 @@
+"""The notebook's side: banner(), and the `%%gpu` and `%%isolated` cells, live on a GPU or as recorded on one."""
+
+import argparse
+import html
+import shlex
+import sys
+
+from IPython import get_ipython
+from IPython.core.error import UsageError
+from IPython.display import publish_display_data
+
+from labkit import isolate, machine, recordings
+
+
+class IsolatedError(Exception):
+    """An isolated cell that failed, or did not fail as its author expected."""
+
+    def _render_traceback_(self):
+        return [f"IsolatedError: {self}"]
+
+
+def banner():
+    """Say if this lab runs LIVE or RECORDED, why, and how to change that; make `%%gpu` and `%%isolated` work."""
+    if shell := get_ipython():
+        _load(shell)
+    here = machine.mode()
+    if here.live:
+        return _show("LIVE", f"LIVE on {here.reason}. Everything below is measured here, now.")
+    try:
+        about = recordings.about()
+        source = f"RECORDED on {about['gpu']}, {about['date']}"
+        what = "Cells marked %%gpu show what they put out there; nothing is measured here."
+    except recordings.RecordingError as error:
+        source, what = "RECORDED", f"But {error}."
+    _show("RECORDED", f"{source}. {what} Why: {here.reason}. {here.fix}")
+
+
+def _load(shell):
+    shell.register_magic_function(gpu, "cell")
+    shell.register_magic_function(isolated, "cell")
+    if _run_gpu_cells_natively not in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.append(_run_gpu_cells_natively)
+    if _hint_at_order not in shell.events.callbacks["post_run_cell"]:
+        shell.events.register("post_run_cell", _hint_at_order)
+
+
+def _run_gpu_cells_natively(lines):
+    """Where there is a GPU, make the `%%gpu` line a comment: the cell is then a cell like any other."""
+    if lines and lines[0].strip() == "%%gpu" and machine.mode().live:
+        return ["# %%gpu: live\n", *lines[1:]]
+    return lines
+
+
+def _hint_at_order(result):
+    """After a NameError, say what is most often behind it."""
+    if isinstance(result.error_in_exec, NameError):
+        without = "" if machine.mode().live else "; what a %%gpu cell defines exists only where there is a GPU"
+        print(f"Hint: run the cells above first{without}.", file=sys.stderr)
+
+
+def gpu(line, cell):
+    """Show what this very cell put out on the recording GPU (with a GPU, the cell runs and this is not called)."""
+    if line.strip():
+        raise UsageError(f"%%gpu takes nothing after it, not {line.strip()!r}")
+    _replay(f"%%gpu\n{cell}")
+
+
+def isolated(line, cell):
+    """Run the cell in a child process that is thrown away; `--timeout SECONDS`, `--expect TEXT` of the failure."""
+    wanted = _arguments(line)
+    source = f"%%isolated {line}".rstrip() + f"\n{cell}"
+    if not machine.mode().live:
+        return _replay(source, wanted.expect)
+    result = isolate.run(f"\n{cell}", wanted.timeout)  # so that line numbers are the cell's
+    print(result.stdout, end="")
+    for output in result.outputs:
+        publish_display_data(output["data"], output["metadata"])
+    if result.error:
+        print(f"The child process failed; this notebook's own process is untouched.\n{result.cause or ''}".rstrip())
+        print(f"\n{result.error}")
+    _judge(f"{result.cause}\n{result.error}\n{result.how_it_ended}" if result.error else "", wanted.expect)
+
+
+def _arguments(line):
+    parser = argparse.ArgumentParser("%%isolated", add_help=False, exit_on_error=False)
+    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--expect")
+    try:
+        wanted, others = parser.parse_known_args(shlex.split(line))
+    except (argparse.ArgumentError, ValueError) as error:
+        raise UsageError(f"%%isolated: {error}") from None
+    if others:
+        raise UsageError(f"%%isolated knows --timeout SECONDS and --expect TEXT, not {' '.join(others)}")
+    return wanted
+
+
+def _judge(failure, expect):
+    """Raise unless a child failed as expected: `failure` is all that it said of itself, "" if it finished."""
+    if expect and expect.lower() not in failure.lower():
+        came = "it failed in another way" if failure else "it did not fail"
+        raise IsolatedError(f"this cell was to fail with {expect!r}, but {came}")
+    if failure and not expect:
+        raise IsolatedError("the child process failed (a cell that is meant to fail says --expect TEXT)")
+
+
+def _replay(source, expect=None):
+    """Show the recorded outputs of a cell under their label, or say that there are none."""
+    found = recordings.cell_outputs(source)
+    if found is None:
+        return _show("RECORDED", "This cell has no recording (changed, or never recorded): it needs an NVIDIA GPU.")
+    told, outputs = found
+    _show("RECORDED", told["label"])
+    for output in outputs:
+        if output["output_type"] == "stream":
+            print(output["text"], end="", file=getattr(sys, output["name"]))
+        elif "data" in output:
+            publish_display_data(output["data"], output["metadata"])
+    if expect:
+        _judge("".join(output.get("text", "") for output in outputs), expect)
+
+
+def _show(mode, text):
+    """Display one line under a coloured edge: green for LIVE, orange for RECORDED."""
+    edge = {"LIVE": "#009E73", "RECORDED": "#E69F00"}[mode]
+    style = f"border-left: 4px solid {edge}; padding: 2px 10px; font-size: 90%"
+    publish_display_data({"text/plain": text, "text/html": f'<div style="{style}">{html.escape(text)}</div>'},
+                         {"labkit": "label"})

@@ -1,0 +1,109 @@
+"""Make recordings on a machine with a GPU: every experiment, and every lab's `%%gpu` and `%%isolated` cells, live."""
+
+import datetime
+import functools
+import inspect
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from labkit import build, machine, recordings
+from labkit.recordings import RecordingError
+
+def record(names=(), commit=None, out=None):
+    """Record experiments and labs by name (default: all) into `out` (default: labkit/recordings); return the paths.
+
+    Needs a GPU and a clean git tree, or `commit` in a copy without git. What was recorded before a failure is kept;
+    the RecordingError at the end names what failed.
+    """
+    from tqdm import tqdm
+    machine.require_gpu("recording")
+    jobs, about = _jobs(names), _about(names, commit)
+    folder = Path(out or recordings.FOLDER) / machine.describe().slug
+    paths, failed = [], {}
+    for name, job in (bar := tqdm(jobs.items(), unit="recording")):
+        bar.set_description(name)
+        start = time.perf_counter()
+        try:
+            paths.append(save(folder / f"{name}.json", {**about, "name": name, **job()}))
+        except Exception as error:  # one broken experiment must not cost the others
+            failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        bar.write(f"{'FAILED  ' if name in failed else 'recorded'} {name} in {time.perf_counter() - start:.1f} s")
+    if failed:
+        told = "; ".join(f"{name.removeprefix('lab-')} ({why})" for name, why in failed.items())
+        raise RecordingError(f"{len(failed)} of {len(jobs)} could not be recorded, the rest is in {folder}: {told}")
+    return paths
+
+
+def _jobs(names):
+    """Return {file name: call that measures it} for experiments and labs; an unknown name is a RecordingError."""
+    from labkit import experiments
+    jobs = {name: functools.partial(_experiment, fn) for name, fn in experiments.EXPERIMENTS.items()}
+    jobs |= {f"lab-{path.stem}": functools.partial(_lab, path) for path in build.solutions()}
+    known = {name.removeprefix("lab-"): name for name in jobs}
+    if unknown := [name for name in names if name.removeprefix("lab-") not in known]:
+        raise RecordingError(f"nothing here is called {', '.join(unknown)}; there are: {', '.join(known)}")
+    return {known[name.removeprefix("lab-")]: jobs[known[name.removeprefix("lab-")]] for name in names} or jobs
+
+
+def _about(names, commit):
+    from labkit import timing
+    return {"schema": recordings.SCHEMA, "command": " ".join(["python -m labkit record", *names]),
+            "commit": _commit(commit), "recorded_at": datetime.date.today().isoformat(),
+            "machine": asdict(machine.describe()), "method": dict(timing.METHOD), "params": {}}
+
+
+def _commit(handed_in):
+    """Return the commit that the measuring code stands at: git's on a clean tree, else the one handed in."""
+    def git(*args):
+        return subprocess.run(["git", "-C", str(Path(__file__).parents[1]), *args], capture_output=True, text=True)
+    try:
+        under_git = git("ls-files", "--error-unmatch", "labkit/recordings.py").returncode == 0
+    except FileNotFoundError:  # no git here
+        under_git = False
+    if not under_git:
+        if not handed_in:
+            raise RecordingError("this copy is not under git: say which commit it is a copy of, with --commit")
+        return handed_in
+    changed = git("status", "--porcelain", "--", ".", ":(exclude)labkit/recordings").stdout.splitlines()
+    if changed:
+        raise RecordingError(f"commit first: a recording names the commit it was made with, and {len(changed)} "
+                             f"file(s) differ from it ({changed[0][3:]}, ...)")
+    return git("rev-parse", "HEAD").stdout.strip()
+
+
+def _experiment(fn):
+    rows = fn.measure()
+    params = {name: parameter.default for name, parameter in inspect.signature(fn).parameters.items()}
+    return {"kind": "experiment", "code_hash": recordings.code_hash(fn.source), "params": params, "rows": rows}
+
+
+def _lab(path):
+    """Run a solution notebook live and return what its recorded cells put out."""
+    sources = build.code_cells(path)
+    recorded = [source for source in sources if recordings.is_recorded(source)]
+    if len({recordings.cell_key(source) for source in recorded}) < len(recorded):
+        raise RecordingError("two %%gpu or %%isolated cells of this lab have the same text; make them differ")
+    cells = {}
+    for cell in build.execute(path).cells:
+        if cell.cell_type == "code" and recordings.is_recorded(cell.source):
+            cells[recordings.cell_key(cell.source)] = {"code_hash": recordings.code_hash(cell.source),
+                                                       "outputs": build.plain_outputs(cell.outputs)}
+    return {"kind": "cells", "code_hash": recordings.lab_hash(sources), "cells": cells}
+
+
+def save(path, document):
+    """Write a recording in one stroke, scrubbed of host names and paths, and return its path."""
+    text = json.dumps(build.scrub(document), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+    text = re.sub(r"\[\n[-+\d.eE,\s]+\]", lambda m: " ".join(m[0].split()), text)  # a list of numbers on one line
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
+        part.write(text)
+    os.chmod(part.name, 0o644)
+    os.replace(part.name, path)
+    return path
