@@ -178,6 +178,12 @@ def free_bytes():
     return torch.cuda.mem_get_info()[0]
 
 
+def used_bytes(uuid):
+    """Return the memory of a GPU that all processes together use, in bytes, as NVML sees it (0 where it does not)."""
+    memory = _nvml_get("nvmlDeviceGetMemoryInfo", _nvml_get("nvmlDeviceGetHandleByUUID", uuid))
+    return memory.used if memory else 0
+
+
 def other_processes():
     """Name who else computes on this GPU; this process, its parents and its children do not count.
 
