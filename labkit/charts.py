@@ -3,7 +3,7 @@
 import base64
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ PIXELS, DPI = 110, 165  # pixels an inch as shown, and as drawn, so that a sharp
 @dataclass(frozen=True)
 class Chart:
     """A drawn chart: its picture (PNG bytes), what it shows in words, and where its numbers come from."""
-    png: bytes
+    png: bytes = field(repr=False)
     text: str
     provenance: dict
 
@@ -63,11 +63,11 @@ def compare(table, title=None):
         top = group * (len(columns) + 1.3)
         axes.text(0, top - 0.75, row["name"], weight="bold", va="center", color=INK)
         for place, column in enumerate(columns):
-            _bar(axes, top + place, row, column, FIXED[column][0], _time(row[column]))
+            _bar(axes, top + place, row, column, FIXED[column][0], time(row[column]))
             spots, labels = [*spots, top + place], [*labels, WORDS[column]]
     _bar_axes(axes, spots, labels, "time of one call")
     axes.set_ylim(spots[-1] + 0.6, -1.3)
-    said = [f"{row['name']}: " + ", ".join(f"{_time(row[c])} ({WORDS[c]})" for c in columns) + "."
+    said = [f"{row['name']}: " + ", ".join(f"{time(row[c])} ({WORDS[c]})" for c in columns) + "."
             for _, row in table.iterrows()]
     if "speedup" in table:
         row = table.iloc[-1]
@@ -90,8 +90,9 @@ def bars(table, label, value, by=None, title=None, value_label=None):
     axes.set_ylim(len(table) - 0.4, -0.6)
     low, high = table.loc[table[value].idxmin()], table.loc[table[value].idxmax()]
     each = ", ".join(f"{row[label]} {_say(row[value], value)}" for _, row in table.iterrows())
-    said = [f"{each}." if len(table) < 9 else f"{len(table)} bars.", f"The longest bar is {high[label]} ({_say(high[value], value)}), "
-            f"the shortest {low[label]} ({_say(low[value], value)})."]
+    said = [f"{each}." if len(table) < 9 else f"{len(table)} bars.",
+            f"The longest bar is {high[label]} ({_say(high[value], value)}), the shortest {low[label]} "
+            f"({_say(low[value], value)})."]
     return _chart(figure, table, title or value_label or _words(value), said)
 
 
@@ -139,7 +140,7 @@ def timeline(table, window_us=None, title=None):
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.4g}"))
     np.atleast_1d(all_axes)[-1].set_xlabel("time since the first launch (µs); grey: the GPU has nothing to do")
     said = [step["text"] for step in steps] + ["Where the lower lane is grey, the GPU has nothing to do."]
-    said += [f"The picture shows {_time(window[0])} to {_time(window[1])} of it."] if window_us is not None else []
+    said += [f"The picture shows {time(window[0])} to {time(window[1])} of it."] if window_us is not None else []
     return _chart(figure, table, title or "One step, CPU above and GPU below, on one clock", said)
 
 
@@ -156,13 +157,13 @@ def durations(table, title=None):
     axes.axvline(median, color=INK, linewidth=1.6, linestyle="--")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.18)
     right = np.log(median / edges[0]) > 0.55 * np.log(edges[-1] / edges[0])
-    axes.annotate(f"median {_time(median)}", (median, 1), (-6 if right else 6, -4), va="top", color=INK,
+    axes.annotate(f"median {time(median)}", (median, 1), (-6 if right else 6, -4), va="top", color=INK,
                   ha="right" if right else "left", xycoords=("data", "axes fraction"), textcoords="offset points")
     _scale(axes.xaxis, True, "gpu_us", pd.Series(edges))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set(xlabel="GPU time of one kernel", ylabel="kernels")
-    said = [f"{len(times)} kernels work for {_time(times.min())} to {_time(times.max())} each.",
-            f"Half of them take less than {_time(median)}, and {short} take less than 10 µs."]
+    said = [f"{len(times)} kernels work for {time(times.min())} to {time(times.max())} each.",
+            f"Half of them take less than {time(median)}, and {short} take less than 10 µs."]
     return _chart(figure, table, title or "How long each kernel of the step works", said)
 
 
@@ -180,7 +181,7 @@ def graph_drawing(table, limit=40, title=None):
         axes.add_patch(FancyBboxPatch((column, row), 0.8, 0.72, boxstyle="round,pad=0,rounding_size=0.07", zorder=3,
                                       facecolor=_tint(colour), edgecolor=colour, linewidth=1.2))
         axes.text(column + 0.4, row + 0.15, f"{node} {kind}"[:14], color=QUIET, **middle)
-        axes.text(column + 0.4, row + 0.45, _short(nodes.loc[node, "name"]), color=INK, **middle)
+        axes.text(column + 0.4, row + 0.45, _two_lines(nodes.loc[node, "name"]), color=INK, **middle)
         for other in set(nodes.loc[node, "after"]) & spots.keys():
             _arrow(axes, spots[other], spots[node])
     axes.set(xlim=(-0.15, 8.05), ylim=(height + 0.05, -0.15))
@@ -232,7 +233,7 @@ def _require(table, *columns):
         raise ValueError("the table has no rows, so there is nothing to draw")
 
 
-def _time(us):
+def time(us):
     """Write microseconds in the unit a person would use, to three figures."""
     size, unit = (1, "µs") if abs(us) < 999.5 else (1e3, "ms") if abs(us) < 999.5e3 else (1e6, "s")
     return f"{float(f'{us / size:.3g}'):g} {unit}"
@@ -241,13 +242,13 @@ def _time(us):
 def _say(value, column):
     """Write a value in the unit its column's name ends with."""
     if column.endswith("_us"):
-        return _time(value)
+        return time(value)
     if column.endswith("share"):
         return f"{value:.0%}"
     if column.endswith("bytes"):
         return f"{value / 2**20:.3g} MiB"
     if column.endswith("_s"):
-        return _time(value * 1e6)
+        return time(value * 1e6)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -292,6 +293,8 @@ def _scale(axis, log, column, values):
     places = np.log(points) if log and low > 0 else points
     if axis.axis_name == "x" and 1 < len(points) < 10 and np.diff(places).min() > 0.07 * np.ptp(places):
         axis.set_major_locator(FixedLocator(points))
+    if column.endswith("share"):
+        getattr(axis.axes, f"set_{axis.axis_name}lim")(0, 1)
     if axis.axis_name == "y":
         axis.axes.grid(axis="y", color=PALE, zorder=0)
 
@@ -326,7 +329,7 @@ def _mark_crossing(axes, x, x_label, curves):
     (one, first), (two, second) = list(curves.items())[:2]
     both = first.merge(second, on="x")
     gap, places = np.log(both.y_x / both.y_y).to_numpy(), np.log(both.x).to_numpy()
-    turns = np.flatnonzero(gap[:-1] * gap[1:] < 0)
+    turns = np.flatnonzero((gap[:-1] < 0) != (gap[1:] < 0))
     if not turns.size:
         return f"The two lines do not cross here: {one if gap[-1] > 0 else two} is the higher one at the end."
     i = turns[-1]
@@ -349,7 +352,7 @@ def _step(name, part):
         busy += max(0.0, start + length - max(start, reached))
         reached = max(reached, start + length)
     counts = f"{len(kernels)} kernels, {len(launches)} launch{'es' if len(launches) > 1 else ''}"
-    line = f"{name + ': ' if name else ''}{counts}, the GPU is idle {1 - busy / end:.0%} of {_time(end)}"
+    line = f"{name + ': ' if name else ''}{counts}, the GPU is idle {1 - busy / end:.0%} of {time(end)}"
     return {"kernels": kernels, "launches": launches, "end": end, "line": line,
             "text": line[0].upper() + line[1:] + ".", "pairs": list(zip(launches, first["start_us"] - zero))}
 
@@ -413,16 +416,10 @@ def _tint(colour):
     return tuple(1 - 0.15 * (1 - part) for part in to_rgb(colour))
 
 
-def _short(name, letters=12):
-    """Shorten a kernel's name to what tells it apart: the function's own name, without types and namespaces."""
-    if name.startswith("_Z"):  # as the compiler writes C++ names: each part after its own length
-        parts, rest = [], re.sub("^_ZN?K?", "", name)
-        while found := re.match(r"\d+", rest):
-            parts.append(rest[found.end():found.end() + int(found[0])])
-            rest = rest[found.end() + int(found[0]):]
-        name = parts[-1] if parts else name
-    name = re.split(r"[<(]", re.sub(r"^void ", "", name))[0].split("::")[-1].removesuffix("_kernel")
+def _two_lines(name, letters=11):
+    """Break a kernel's name into two lines that fit its box, after a "_" where there is one."""
     if len(name) <= letters:
         return name
     split = name.rfind("_", 4, letters) + 1 or letters
-    return name[:split] + "\n" + (name[split:] if len(name) - split <= letters else name[split:][:letters - 1] + "…")
+    rest = name[split:]
+    return name[:split] + "\n" + (rest if len(rest) <= letters else rest[:letters - 1] + "…")

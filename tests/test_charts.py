@@ -1,0 +1,130 @@
+"""Charts: each says what it shows in numbers taken from its table, is a picture, and never goes out unlabelled."""
+
+import base64
+import io
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up import LABEL, interval, nodes, pair, step, table
+from matplotlib.image import imread
+
+from labkit import charts
+
+SIZES = table([interval({"size": 2**k, "enqueue_us": 10.0, "gpu_us": 10.0 * (2**k / 1024) ** 3}, "gpu_us")
+               for k in range(5, 14)])
+COSTS = table([interval({"what": "driver call", "layer": "driver", "cost_us": 4.0}, "cost_us"),
+               interval({"what": "linear", "layer": "torch", "cost_us": 12.0}, "cost_us")])
+DRAWN = {
+    "compare": lambda: charts.compare(pair()),
+    "bars": lambda: charts.bars(COSTS, "what", "cost_us", by="layer"),
+    "lines": lambda: charts.lines(SIZES, "size", ["enqueue_us", "gpu_us"], crossing=True),
+    "timeline": lambda: charts.timeline(step()),
+    "durations": lambda: charts.durations(step()),
+    "graph": lambda: charts.graph_drawing(nodes(40, (6, 20))),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_every_chart_is_a_picture_with_words_and_a_label(name):
+    chart = DRAWN[name]()
+    data, metadata = chart._repr_mimebundle_()
+    picture = imread(io.BytesIO(base64.b64decode(data["image/png"])))
+    assert picture.shape[1] == 7 * charts.DPI and picture[..., :3].std() > 0.03
+    assert metadata["image/png"]["alt"] == data["text/plain"] == str(chart)
+    assert metadata["image/png"]["width"] == 7 * charts.PIXELS
+    assert str(chart).endswith(f"{LABEL}.") and 2 <= str(chart).count(". ") <= 5
+    assert chart.provenance["label"] == LABEL
+
+
+def test_a_table_without_provenance_is_not_drawn():
+    with pytest.raises(ValueError, match="where its numbers come from"):
+        charts.compare(pd.DataFrame({"name": ["eager"], "wall_us": [1.0]}))
+
+
+def test_a_filtered_table_keeps_its_label():
+    two = step()
+    assert charts.timeline(two[two["how"] == "graph"]).provenance["label"] == LABEL
+
+
+def test_missing_columns_and_empty_tables_are_named():
+    with pytest.raises(ValueError, match="needs the column 'speed'.*name, enqueue_us"):
+        charts.bars(pair(), "name", "speed")
+    with pytest.raises(ValueError, match="no rows"):
+        charts.durations(step()[:0])
+
+
+def test_compare_says_times_and_speedup():
+    text = charts.compare(pair(600.0, 100.0)).text
+    assert "600 µs (wall" in text and "6.00 times as fast as eager (5.82 to 6.18)" in text
+
+
+def test_lines_find_where_two_lines_cross():
+    assert "equal near matrix size (rows and columns) 1,024" in DRAWN["lines"]().text
+    below = SIZES[SIZES["size"] < 500]
+    assert "do not cross" in charts.lines(below, "size", ["enqueue_us", "gpu_us"], crossing=True).text
+
+
+def test_lines_survive_eight_decades_one_point_and_zero():
+    wide = table([{"nodes": 10.0**k, "wall_us": 10.0 ** (k - 2)} for k in range(9)])
+    assert "0.01 µs at 1, 1 s at 100,000,000" in charts.lines(wide, "nodes", "wall_us").text
+    assert charts.lines(wide[:1], "nodes", "wall_us").png
+    assert charts.lines(table([{"batch": b, "gpu_us": float(b)} for b in range(4)]), "batch", "gpu_us").png
+
+
+def test_names_at_the_line_ends_do_not_touch():
+    same = table([{"batch": b, "model": f"model {m}", "wall_us": 100.0 + m} for m in range(6) for b in (1, 2)])
+    figure, axes = charts._figure(3.6)
+    curves = dict(charts._curves(same, "batch", ["wall_us"], "model"))
+    charts._scale(axes.yaxis, True, "wall_us", same["wall_us"])
+    charts._label_ends(axes, curves, charts._looks(list(curves)))
+    heights = np.sort([text.get_position()[1] for text in axes.texts])
+    assert np.diff(heights).min() >= 0.0749 and heights.max() <= 1.0
+
+
+@pytest.mark.parametrize("kernels", [1, 3, 350])
+def test_timeline_counts_kernels_launches_and_idle_time(kernels):
+    text = charts.timeline(step(kernels, apart=10.0, launch=4.0, work=3.0)).text
+    span = 10 * (kernels - 1) + 8
+    assert f"Eager: {kernels} kernels, {kernels} launch" in text and f"Graph: {kernels} kernels, 1 launch," in text
+    assert f"the GPU is idle {1 - 3 * kernels / span:.0%} of" in text
+
+
+def test_timeline_counts_overlapping_kernels_once():
+    both = table([{"launch_at_us": 0.0, "launch_us": 2.0, "start_us": 5.0, "gpu_us": 5.0},
+                  {"launch_at_us": 2.0, "launch_us": 2.0, "start_us": 6.0, "gpu_us": 2.0}])
+    assert "idle 50% of 10 µs" in charts.timeline(both).text
+
+
+def test_timeline_zooms():
+    assert "shows 20 µs to 60 µs" in charts.timeline(step(), window_us=(20, 60)).text
+    assert charts.timeline(step(), window_us=50).png != charts.timeline(step()).png
+
+
+def test_durations_count_a_graph_and_its_eager_twin_once():
+    assert charts.durations(step(170, work=3.0)).text.startswith("170 kernels work for 3 µs to 3 µs each. Half")
+
+
+def test_graph_drawing_says_shape_and_what_is_left_out():
+    assert "in a single chain" in charts.graph_drawing(nodes(4)).text
+    assert "longest chain has 38 nodes" in charts.graph_drawing(nodes(40, (6, 20))).text
+    assert "first 40; 260 more follow" in charts.graph_drawing(nodes(300)).text
+    with pytest.raises(ValueError, match="waits for node 7"):
+        charts.graph_drawing(table([{"node": 0, "kind": "kernel", "name": "a", "after": [7]}]))
+
+
+def test_boxes_never_share_a_place():
+    level = charts._levels(nodes(60, (5, 9, 30)))
+    spots, _ = charts._spots(sorted(level), level)
+    assert len(set(spots.values())) == 60 and max(column for column, _ in spots.values()) < 8
+
+
+@pytest.mark.parametrize("us, said", [(0.5, "0.5 µs"), (999.4, "999 µs"), (999.9, "1 ms"), (1234, "1.23 ms"),
+                                      (2e6, "2 s")])
+def test_times_are_said_in_a_fitting_unit(us, said):
+    assert charts.time(us) == said
+
+
+def test_save_writes_the_picture(tmp_path):
+    chart = charts.compare(pair())
+    assert chart.save(tmp_path / "pair.png").read_bytes() == chart.png

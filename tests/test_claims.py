@@ -1,0 +1,117 @@
+"""Every rule at, above and below its bounds, on made-up tables; and every verdict comes from numbers."""
+
+import pytest
+from made_up import LABEL, step, table
+
+from labkit import check, claims
+from labkit.claims import FAILS, HOLDS, LIMITS, UNKNOWN
+
+
+def launch_cost(driver, torch):
+    return table([{"what": "call", "layer": "driver", "kernels": 1, "cost_us": driver},
+                  {"what": "x + x", "layer": "torch", "kernels": 1, "cost_us": torch},
+                  {"what": "many", "layer": "torch", "kernels": 9, "cost_us": 500.0}])
+
+
+def kernels(count, work=3.0, long=0):
+    made = step(count, work=work)
+    made.loc[made["index"] < long, "gpu_us"] = 50.0
+    return made
+
+
+def idle(*shares):
+    return table([{"batch": 4, "idle_share": s} for s in shares] + [{"batch": 64, "idle_share": 0.3}])
+
+
+def saving(*pairs):
+    return table([{"batch": 1, "predicted_saving_us": p, "saving_us": s} for p, s in pairs]
+                 + [{"batch": 32, "predicted_saving_us": 1e6, "saving_us": 1.0}])
+
+
+def replay(**costs):
+    return table([{"nodes": int(n[1:]), "enqueue_us": us} for n, us in costs.items()])
+
+
+def same(kernels, bits):
+    return table([{"check": "outputs equal, bit for bit", "result": bits, "detail": ""},
+                  {"check": "same kernels, same order", "result": kernels, "detail": ""}])
+
+
+def warm(**first):  # the number of warm-up calls at which each operation first captures; 9: never
+    return table([{"what": op, "warm_ups": n, "captured": n >= need} for op, need in first.items() for n in (0, 1, 3)])
+
+
+def traps(preallocated, rebound, kept):
+    names = ("output preallocated before", "x = new tensor, then replay", "keep the output, replay again")
+    return table([{"trap": n, "expected": 1.0, "got": 0.0 if sprung else 1.0, "raised": False}
+                  for n, sprung in zip(names, (preallocated, rebound, kept), strict=True)])
+
+
+def pools(grad, without):
+    return table([{"how": "grad on", "pool_bytes": grad}, {"how": "no_grad", "pool_bytes": without}])
+
+
+def capture(calls, saving=100.0):
+    return table([{"break_even_calls": c, "saving_us": saving, "pool_bytes": 2**21} for c in calls])
+
+
+@pytest.mark.parametrize("id, made, verdict", [
+    ("launch-cost", launch_cost(5, 10), HOLDS), ("launch-cost", launch_cost(4.9, 10), LIMITS),
+    ("launch-cost", launch_cost(6, 10.1), LIMITS), ("launch-cost", launch_cost(4.9, 10.1), FAILS),
+    ("hundreds", kernels(99), FAILS), ("hundreds", kernels(100), HOLDS), ("hundreds", kernels(999), HOLDS),
+    ("hundreds", kernels(1000), LIMITS),
+    ("micro", kernels(100, long=10), HOLDS), ("micro", kernels(100, long=11), LIMITS),
+    ("micro", kernels(100, long=50), LIMITS), ("micro", kernels(100, long=51), FAILS),
+    ("share", idle(0.2, 0.4, 0.9, 0.9), HOLDS), ("share", idle(0.3, 0.9, 0.9, 0.9, 0.9), LIMITS),
+    ("share", idle(0.3, 0.9, 0.9, 0.9, 0.9, 0.9), FAILS), ("share", idle(0.19, 0.41), FAILS),
+    ("arithmetic", saving((149, 100), (67, 100)), HOLDS), ("arithmetic", saving((151, 100), (100, 100)), LIMITS),
+    ("arithmetic", saving((34, 100),), LIMITS), ("arithmetic", saving((301, 100), (100, 100)), FAILS),
+    ("replay-cost", replay(n1=6, n300=9, n10000=15), HOLDS), ("replay-cost", replay(n1=6, n300=9, n10000=15.1), LIMITS),
+    ("replay-cost", replay(n1=6, n300=15.1, n10000=40), FAILS),
+    ("same-ops", same(True, True), HOLDS), ("same-ops", same(True, False), LIMITS),
+    ("same-ops", same(False, True), FAILS),
+    ("saving", saving((0, 1000), (0, 3000)), HOLDS), ("saving", saving((0, 999), (0, 3000)), LIMITS),
+    ("saving", saving((0, 999), (0, 3001)), FAILS),
+    ("warm-up", warm(matmul=3), HOLDS), ("warm-up", warm(matmul=1, fft=0), LIMITS), ("warm-up", warm(matmul=0), FAILS),
+    ("warm-up", warm(solve=9, fft=0), FAILS),
+    ("static-in-out", traps(False, True, True), HOLDS), ("static-in-out", traps(True, True, True), LIMITS),
+    ("static-in-out", traps(True, False, True), FAILS), ("static-in-out", traps(False, True, False), FAILS),
+    ("no-grad", pools(105, 100), HOLDS), ("no-grad", pools(106, 100), LIMITS), ("no-grad", pools(300, 100), LIMITS),
+    ("no-grad", pools(301, 100), FAILS),
+    ("free", capture([1, 10]), HOLDS), ("free", capture([1, 11]), LIMITS), ("free", capture([5], saving=0.0), FAILS)])
+def test_each_rule_at_and_around_its_bounds(id, made, verdict):
+    judged = claims.judge(id, made)
+    assert judged.verdict == verdict, judged
+    assert judged.low <= judged.number <= judged.high and judged.unit and judged.why.endswith(".")
+
+
+def test_every_claim_is_judged_above():
+    marks = test_each_rule_at_and_around_its_bounds.pytestmark[0].args[1]
+    assert {id for id, _, _ in marks} == set(claims.CLAIMS)
+    for id in claims.CLAIMS:
+        assert len({verdict for name, _, verdict in marks if name == id}) == 3
+
+
+def test_an_overlap_of_bounds_and_words():
+    for claim in claims.CLAIMS.values():
+        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20") and claim.experiments
+
+
+def test_without_its_table_a_claim_is_not_measured():
+    for tables in ((), (None,), (kernels(3)[:0],)):
+        judged = claims.judge("hundreds", *tables)
+        assert judged.verdict == UNKNOWN and "step_trace" in str(judged)
+
+
+def test_an_unknown_claim_and_a_wrong_table_are_named():
+    with pytest.raises(ValueError, match="no claim 'speed'; there are: launch-cost"):
+        claims.judge("speed")
+    with pytest.raises(ValueError, match="judged on capture_cost; the table given has no 'break_even_calls'"):
+        claims.judge("free", kernels(3))
+
+
+def test_a_verdict_is_printed_with_its_rule_and_label(capsys):
+    check.claim("hundreds", kernels(340))
+    out = capsys.readouterr().out
+    assert "Verdict: HOLDS. One eager step launches 340 kernels." in out and "The rule: holds at 100" in out
+    assert out.endswith(f"({LABEL})\n")
