@@ -4,8 +4,10 @@ import argparse
 import difflib
 import importlib.util
 import json
+import logging
 import os
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -87,6 +89,8 @@ def lab(args):
 def find_labs(names, folder):
     """Return the notebooks meant by names ("10", "10_measure_launch_overhead"); none means all."""
     labs = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
+    if not labs:
+        raise Refusal(f"there are no notebooks in {folder}")
     found = []
     for name in names:
         stem = Path(name).stem
@@ -112,6 +116,7 @@ def run(args):
         for path in labs:
             failures += run_lab(path, out, done)
     except KeyboardInterrupt:
+        logging.disable()  # asyncio would report the cell that it was waiting for
         stopped = "Interrupted: what had run until then is kept. "
     page = write_page(done, out)
     print(f"{stopped}Executed copies and one page of them: {page}")
@@ -131,11 +136,11 @@ def run_lab(path, out, done):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     done.append(notebook)
-    client = NotebookClient(notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": path.parent}})
+    client = NotebookClient(notebook, timeout=None, kernel_name="python3")
     client.reset_execution_trackers()
     number = 0
     try:
-        with client.setup_kernel(cwd=str(path.parent)):
+        with client.setup_kernel(cwd=str(path.parent), stderr=subprocess.DEVNULL):
             for number, cell in enumerate(tqdm(notebook.cells, desc=path.stem, unit="cell"), 1):
                 client.execute_cell(cell, number - 1)
             client.set_widgets_metadata()
