@@ -23,6 +23,10 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 EVERYDAY_NAMES = {"root", "user", "ubuntu", "admin", "jovyan", "localhost"}  # names that give nobody away
 
 
+class BuildError(Exception):
+    """A notebook that cannot be built or run, and where the trouble is."""
+
+
 def build(execute=False):
     """Write every learner's copy and bring the solutions into canonical form; return the paths that changed.
 
@@ -31,7 +35,7 @@ def build(execute=False):
     changed = []
     for path in solutions():
         notebook = execute_recorded(path) if execute else _read(path)
-        changed += [p for p, text in _texts(path, notebook).items() if _write(p, text)]
+        changed += [p for p, text in _texts(path, notebook).items() if write(p, text)]
     return changed
 
 
@@ -71,26 +75,26 @@ def learner_copy(notebook, name=""):
             try:
                 cell.source = stubbed(cell.source)
                 ast.parse(code_of(cell.source))
-            except (ValueError, SyntaxError) as error:
-                raise ValueError(f"{name}, cell {cell.id}: {error}") from None
+            except (BuildError, SyntaxError) as error:
+                raise BuildError(f"{name}, cell {cell.id}: {error}") from None
     return copy
 
 
 def stubbed(source):
-    """Return a cell's source with its solution blocks replaced by stubs; unpaired markers are a ValueError."""
+    """Return a cell's source with its solution blocks replaced by stubs; unpaired markers are a BuildError."""
     kept, inside = [], False
     for line in source.split("\n"):
         marker = line.strip()
         if marker in ("# solution", "# end of solution"):
             if inside == (marker == "# solution"):
-                raise ValueError(f"{marker!r} without its other half")
+                raise BuildError(f"{marker!r} without its other half")
             inside = not inside
             if inside and not (kept and re.search(r"(^|=)\s*\.\.\.\s*(#.*)?$", kept[-1])):
                 kept.append(line[:len(line) - len(line.lstrip())] + STUB)
         elif not inside:
             kept.append(line)
     if inside:
-        raise ValueError("'# solution' without '# end of solution'")
+        raise BuildError("'# solution' without '# end of solution'")
     return "\n".join(kept)
 
 
@@ -119,12 +123,17 @@ def execute_recorded(path):
 
 
 def execute(path, **environment):
-    """Return a notebook run from top to bottom in a fresh kernel beside its file; a cell that raises stops it."""
-    from nbclient import NotebookClient
+    """Return a notebook run from top to bottom in a fresh kernel beside its file; a cell that raises: BuildError."""
+    from nbclient import NotebookClient, exceptions
     notebook = _read(path)
     client = NotebookClient(notebook, kernel_name="python3", timeout=900, record_timing=False,
                             resources={"metadata": {"path": str(path.parent)}})
-    return client.execute(env={**os.environ, **environment})
+    try:
+        return client.execute(env={**os.environ, **environment})
+    except exceptions.CellExecutionError as error:
+        raise BuildError(f"{path.stem}: {error.ename}: {(error.evalue.splitlines() or [''])[0]}") from None
+    except (exceptions.DeadKernelError, exceptions.CellTimeoutError) as error:
+        raise BuildError(f"{path.stem}: {str(error).splitlines()[0]}") from None
 
 
 def plain_outputs(outputs):
@@ -175,11 +184,11 @@ def _user():
 
 
 def _read(path):
-    """Return a notebook as it is in its file; one without cell ids is a ValueError, as ids must be stable."""
+    """Return a notebook as it is in its file; one without cell ids is a BuildError, as ids must be stable."""
     import nbformat
     raw = json.loads(path.read_text("utf-8"))
     if any("id" not in cell for cell in raw["cells"]):
-        raise ValueError(f"{path.name} has cells without ids: open and save it in JupyterLab 4, then build again")
+        raise BuildError(f"{path.name} has cells without ids: open and save it in JupyterLab 4, then build again")
     return nbformat.reads(json.dumps(raw), as_version=nbformat.NO_CONVERT)
 
 
@@ -188,11 +197,14 @@ def _copy(notebook):
     return nbformat.from_dict(json.loads(json.dumps(notebook)))
 
 
-def _write(path, text):
+def write(path, text):
     """Write a text if the file differs, in one stroke, and say whether it did."""
     if path.exists() and path.read_bytes() == text.encode():
         return False
     part = path.with_suffix(".part")
-    part.write_bytes(text.encode())
-    os.replace(part, path)
+    try:
+        part.write_bytes(text.encode())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
     return True

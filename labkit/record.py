@@ -4,16 +4,17 @@ import datetime
 import functools
 import inspect
 import json
-import os
 import re
 import subprocess
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from labkit import build, machine, recordings
 from labkit.recordings import RecordingError
+
+ROOT = Path(__file__).parents[1]
+
 
 def record(names=(), commit=None, out=None):
     """Record experiments and labs by name (default: all) into `out` (default: labkit/recordings); return the paths.
@@ -61,7 +62,7 @@ def _about(names, commit):
 def _commit(handed_in):
     """Return the commit that the measuring code stands at: git's on a clean tree, else the one handed in."""
     def git(*args):
-        return subprocess.run(["git", "-C", str(Path(__file__).parents[1]), *args], capture_output=True, text=True)
+        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
     try:
         under_git = git("ls-files", "--error-unmatch", "labkit/recordings.py").returncode == 0
     except FileNotFoundError:  # no git here
@@ -102,8 +103,5 @@ def save(path, document):
     text = json.dumps(build.scrub(document), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
     text = re.sub(r"\[\n[-+\d.eE,\s]+\]", lambda m: " ".join(m[0].split()), text)  # a list of numbers on one line
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
-        part.write(text)
-    os.chmod(part.name, 0o644)
-    os.replace(part.name, path)
+    build.write(path, text)
     return path
