@@ -4,8 +4,10 @@ Times are microseconds per call (see timing.METHOD). Every function called `name
 `experiments.name()`; `python -m labkit record` calls its `.measure()` and keeps what that returns.
 """
 
+import ast
 import functools
 import inspect
+import json
 
 from labkit import recordings
 
@@ -25,6 +27,22 @@ def experiment(fn):
     table.measure, table.source = fn, inspect.getsource(fn)
     EXPERIMENTS[fn.__name__] = table
     return table
+
+
+def apart(fn):
+    """Run an experiment in a child process: the profiler would slow every later launch of this one."""
+
+    @functools.wraps(fn)
+    def measure(**params):
+        from labkit import isolate
+
+        result = isolate.run("import json\nfrom labkit import experiments\n"
+                             f"json.dumps(experiments.{fn.__name__}.measure.__wrapped__(**{params!r}))", timeout_s=300)
+        if result.error:
+            raise RuntimeError(f"{fn.__name__} failed in its own process: {result.error}")
+        return json.loads(ast.literal_eval(result.outputs[-1]["data"]["text/plain"]))
+
+    return measure
 
 
 def _pair(model, x):
@@ -52,57 +70,53 @@ def first_win():
 
 
 @experiment
+@apart
+def launch_trace():
+    """Profile 500 launches of one tiny kernel: how long each launch call keeps the CPU (profiler included)."""
+    import torch
+
+    from labkit import trace
+
+    x = torch.zeros(64, device="cuda")
+    return trace.record(lambda: [x.add_(1) for _ in range(500)]).rows()
+
+
+@experiment
 def launch_cost():
     """Take the cost of launching one kernel apart: the driver's call, then PyTorch operations that launch one."""
     import torch
     from torch.nn import functional as F
 
-    from labkit import timing
+    from labkit import graphs, timing
 
     x = torch.randn(64, 64, device="cuda", dtype=torch.float16)
-    direct, traced = _launch_calls(x)
-    rows = [{"what": "cuLaunchKernel, called directly", "layer": "driver", "kernels": 1,
-             **_spread("cost_us", timing.measure(direct).enqueue_us), "samples": {}},
-            {"what": "launch call, seen by the profiler", "layer": "driver", "kernels": 1, **_spread("cost_us", traced)}]
+    traced = [row["launch_us"] for row in launch_trace.measure()]
+    direct = timing.measure(_bare_launch(graphs.GraphedCallable(lambda: x.add_(1)))).enqueue_us
+    rows = [{"what": "cuLaunchKernel, called directly", "layer": "driver", "kernels": 1, **_spread("cost_us", direct)},
+            {"what": "launch call, as the profiler sees it", "layer": "driver", "kernels": 1,
+             **_spread("cost_us", timing.spread(traced))}]
     with torch.inference_mode():
         for what, call in {"x.add_(1)": lambda: x.add_(1), "x + x": lambda: x + x, "x @ x": lambda: x @ x,
                            "F.linear(x, x)": lambda: F.linear(x, x), "F.gelu(x)": lambda: F.gelu(x),
                            "F.layer_norm(x, (64,))": lambda: F.layer_norm(x, (64,)),
                            "torch.softmax(x, -1)": lambda: torch.softmax(x, -1)}.items():
-            m = timing.measure(call)
-            rows.append({"what": what, "layer": "torch", "kernels": _kernels(call), **_spread("cost_us", m.enqueue_us),
-                         "samples": {"enqueue_us": m.enqueue_us.samples}})
+            kernels = len(graphs.GraphedCallable(call).kernel_names)
+            enqueue = timing.measure(call).enqueue_us
+            rows.append({"what": what, "layer": "torch", "kernels": kernels, **_spread("cost_us", enqueue),
+                         "samples": {"enqueue_us": enqueue.samples}})
     return rows
 
 
-def _kernels(call):
-    """Count the kernels that one call launches."""
-    from labkit import trace
-
-    return len(trace.record(call))
-
-
-def _launch_calls(x):
-    """Return a bare driver launch of the kernel behind x.add_(1), and the spread of such launches in a trace."""
+def _bare_launch(graph):
+    """Return a call that launches the first kernel of a graph through the driver alone, with the same arguments."""
     import torch
     from cuda.bindings import driver
 
-    from labkit import timing, trace
-
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    x.add_(1)
-    with torch.cuda.graph(graph):
-        x.add_(1)
-    node = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()), 1)[1][0]
+    node = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_graph), 1)[1][0]
     p = driver.cuGraphKernelNodeGetParams(node)[1]
     stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
     shape = (p.gridDimX, p.gridDimY, p.gridDimZ, p.blockDimX, p.blockDimY, p.blockDimZ, p.sharedMemBytes, stream)
-
-    def direct(graph=graph):  # the graph owns the memory of the arguments
-        driver.cuLaunchKernel(p.func, *shape, p.kernelParams, 0)
-
-    traced = trace.record(lambda: [x.add_(1) for _ in range(500)])
-    return direct, timing.spread([k.launch_us for k in traced.kernels])
+    return lambda: driver.cuLaunchKernel(p.func, *shape, p.kernelParams, 0) and graph  # the graph owns the arguments
 
 
 @experiment
@@ -120,6 +134,7 @@ def matmul_crossover():
 
 
 @experiment
+@apart
 def step_trace():
     """Profile one step of a 24-layer transformer (width 1,024, 128 tokens, batch 1, float16), eager and as a graph."""
     from labkit import models, trace
@@ -133,11 +148,11 @@ def step_saving():
     """Compare what a graph saves per step with what kernels times launch cost would predict."""
     import torch
 
-    from labkit import models, timing
+    from labkit import graphs, models, timing
 
     x = torch.randn(64, 64, device="cuda", dtype=torch.float16)
     launch = timing.measure(lambda: x.add_(1)).enqueue_us
-    driver = timing.measure(_launch_calls(x)[0]).enqueue_us
+    driver = timing.measure(_bare_launch(graphs.GraphedCallable(lambda: x.add_(1)))).enqueue_us
     rows = []
     for kind, layers, batch in (("mlp", 24, 1), ("transformer", 6, 1), ("transformer", 12, 1), ("transformer", 24, 1),
                                 ("transformer", 24, 8), ("transformer", 24, 32)):
@@ -158,9 +173,9 @@ def idle_sweep():
     from labkit import models, timing
 
     rows = []
-    for layers in (2, 6, 12, 24):
+    for layers in (2, 8, 24):
         for width in (256, 512, 1024, 2048):
-            for batch in (1, 4, 16, 64):
+            for batch in (1, 8, 64):
                 pair, graph = _pair(*models.build("transformer", layers=layers, width=width, batch=batch, tokens=32))
                 both = timing.compare(pair, budget_s=1.0)
                 idle = [max(0.0, 1 - g / w) for g, w in zip(both["eager"].gpu_us.samples, both["eager"].wall_us.samples, strict=True)]
@@ -235,6 +250,7 @@ def grad_pools():
 
 
 @experiment
+@apart
 def same_operations():
     """Check that a replay runs the same kernels as eager mode, in the same order, and returns the same bits."""
     import torch
@@ -282,46 +298,56 @@ def static_traps():
 
     from labkit import graphs
 
-    x, out = torch.zeros(4, device="cuda"), torch.full((4,), -1.0, device="cuda")
-    preallocated = out.data_ptr()
-    x + 1
+    def row(trap, expected, got, raised=False):
+        rows.append({"trap": trap, "expected": expected, "got": got, "raised": raised})
+
+    rows, x, out = [], torch.zeros(4, device="cuda"), torch.full((4,), -1.0, device="cuda")
+    static_x, made_before = x, out.data_ptr()
+    _ = x + 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = x + 1
-    captured, held = out, x
-    rows = [{"trap": "output preallocated before the capture is the one written", "expected": 1.0,
-             "got": float(out.data_ptr() == preallocated), "raised": False}]
+    row("make the output buffer before the capture", "written", "written" if out.data_ptr() == made_before else "never written")
     x = torch.full((4,), 10.0, device="cuda")
     graph.replay()
-    rows.append({"trap": "x = new tensor, then replay", "expected": float((x + 1)[0]), "got": float(captured[0]), "raised": False})
-    held.copy_(x)
+    row("put a new tensor under the old name, replay", str((x + 1).tolist()), str(out.tolist()))
+    static_x.copy_(x)
     graph.replay()
-    first = captured
-    held.fill_(20.0)
+    kept, copy = out, out.clone()
+    static_x.fill_(20.0)
     graph.replay()
-    rows.append({"trap": "keep the output, replay again", "expected": 11.0, "got": float(first[0]), "raised": False})
-    held.copy_(torch.full((1,), 5.0, device="cuda"))
+    row("keep the output, replay again", str(copy.tolist()), str(kept.tolist()))
+    static_x.copy_(torch.full((1,), 5.0, device="cuda"))
     graph.replay()
-    rows.append({"trap": "copy_ an input of the wrong shape", "expected": float("nan"), "got": float(captured[0]), "raised": False})
+    row("copy an input of the wrong shape in", "an error", str(out.tolist()))
     try:
-        graphs.GraphedCallable(lambda t: t + 1, held)(torch.full((1,), 5.0, device="cuda"))
-    except ValueError:
-        rows.append({"trap": "the same, with GraphedCallable", "expected": float("nan"), "got": float("nan"), "raised": True})
+        graphs.GraphedCallable(lambda t: t + 1, static_x)(torch.full((1,), 5.0, device="cuda"))
+    except ValueError as error:
+        row("the same, with GraphedCallable", "an error", str(error).partition(":")[0], raised=True)
     return rows
 
 
 @experiment
 def wrapper_cost():
-    """Compare the wrapper's cost on the 24 x 1,024 MLP, batch 1: bare replay, ours, and PyTorch's own two."""
+    """Compare the wrapper's cost on the 24 x 1,024 MLP, batch 1, new input each call: by hand, ours, PyTorch's own two."""
     import torch
 
     from labkit import graphs, models, timing
 
-    model, x = models.build("mlp", layers=24, width=1024)
+    (model, x), (again, _) = (models.build("mlp", layers=24, width=1024) for _ in range(2))
     ours, buffers = graphs.GraphedCallable(model, x), graphs.GraphedCallable(model, x, clone=False)
-    theirs = torch.cuda.make_graphed_callables(models.build("mlp", layers=24, width=1024)[0], (x,))
-    compiled = torch.compile(model, mode="reduce-overhead")
+    theirs, compiled = torch.cuda.make_graphed_callables(again, (x,)), torch.compile(model, mode="reduce-overhead")
+    new = torch.randn_like(x)
+
+    def by_hand():
+        ours.inputs[0].copy_(new)
+        ours.replay()
+        return ours.outputs[0].clone()
+
     with torch.inference_mode():
-        return timing.compare({"make_graphed_callables": lambda: theirs(x), "GraphedCallable": lambda: ours(x),
-                               "GraphedCallable, clone=False": lambda: buffers(x), "bare replay": ours.replay,
-                               "torch.compile, reduce-overhead": lambda: compiled(x)}, budget_s=10).rows("make_graphed_callables")
+        both = timing.compare({"make_graphed_callables": lambda: theirs(new), "GraphedCallable": lambda: ours(new),
+                               "GraphedCallable, clone=False": lambda: buffers(new), "copy, replay, clone by hand": by_hand,
+                               "bare replay": ours.replay, "torch.compile, reduce-overhead": lambda: compiled(new)},
+                              budget_s=10)
+    by_hand_us = both["copy, replay, clone by hand"].enqueue_us.median
+    return [row | {"python_us": row["enqueue_us"] - by_hand_us} for row in both.rows("make_graphed_callables")]

@@ -9,14 +9,18 @@ import types
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
-from operator import getitem
+from functools import cache, cached_property, partial
+from operator import getitem, itemgetter
 
 import torch
 from torch.utils import _pytree as pytree
 
 from labkit import machine
 from labkit.explain import CaptureError
+
+_TRAINING = itemgetter("training")
+_INDIFFERENT = {torch.nn.Linear, torch.nn.ReLU, torch.nn.GELU, torch.nn.SiLU, torch.nn.LayerNorm, torch.nn.Embedding,
+                torch.nn.Sequential, torch.nn.ModuleList}  # modules that do the same whatever their `training` says
 
 class ReplayError(RuntimeError):
     """A replay refused because it would not compute what the callable would compute now."""
@@ -168,6 +172,11 @@ class GraphedCallable:
         """Count calls towards `limit` from zero again, after what the call writes to was reset."""
         self._calls = 0
 
+    @property
+    def raw_graph(self):
+        """The address of the CUgraph, for cuda.bindings."""
+        return self._graph.raw_cuda_graph()
+
     @cached_property
     def nodes(self):
         """The nodes of the graph, in order: a list of Node."""
@@ -210,9 +219,15 @@ def _mismatch(i, shape, dtype, device, leaf):
                       "shapes are fixed in a graph; pad the input, or capture one graph for each shape")
 
 
+@cache
+def _side_stream(device):
+    """Return the stream that all captures on a GPU use: each new one would keep a cuBLAS workspace of its own."""
+    return torch.cuda.Stream(device)
+
+
 def _capture(call, device, pool, generators, warmup, inputs):
     """Warm up and capture `call` on one side stream; returns (graph, what the call returned: its static buffers)."""
-    side, graph, first, result = torch.cuda.Stream(device), torch.cuda.CUDAGraph(keep_graph=True), None, None
+    side, graph, first, result = _side_stream(device), torch.cuda.CUDAGraph(keep_graph=True), None, None
     with _undisturbed(device, generators):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -282,39 +297,56 @@ def _repair(device, pool):
     return True
 
 
+def _pointers_equal(tensors, pointers, _, each=torch.Tensor.data_ptr):
+    return list(map(each, tensors)) == pointers
+
+
+_pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _pointers_equal)  # torch's own is 5x faster
+
+
 class _Watched:
-    """The modules and tensors that a callable depends on, as they were at capture; kept alive as long as the graph."""
+    """The modules and tensors that a callable depends on, as they were at capture; kept alive as long as the graph.
+
+    Checked at every call, so by a few loops in C over lists that are made here.
+    """
 
     def __init__(self, fn):
         slots = list(_slots(fn, "", 4, set()))
-        tensors = [s for s in slots if isinstance(s[3], torch.Tensor) and s[3].is_cuda and s[3].layout == torch.strided]
-        modules = [s for s in slots if isinstance(s[3], torch.nn.Module)]
-        self._holders, self._keys, self._labels, self._kept = zip(*tensors, strict=True) if tensors else ((),) * 4
-        self._parents, self._names, self._paths, objects = zip(*modules, strict=True) if modules else ((),) * 4
-        self._objects = list(objects)
-        self._pointers = [t.data_ptr() for t in self._kept]
-        self._modules = list({id(m): m for m in (fn, *objects) if isinstance(m, torch.nn.Module)}.values())
-        self._training = [m.training for m in self._modules]
+        self._tensors = [s for s in slots if isinstance(s[3], torch.Tensor) and s[3].is_cuda and s[3].layout == torch.strided]
+        self._modules = [s for s in slots if isinstance(s[3], torch.nn.Module)]
+        modules = {id(m): m for m in (fn, *(s[3] for s in self._modules)) if isinstance(m, torch.nn.Module)}.values()
+        self._children = [m._modules for m in modules if m._modules]
+        self._children_then = [dict(children) for children in self._children]
+        known = set(map(id, self._children))
+        loose = [s for s in self._modules if id(s[0]) not in known]
+        self._parents, self._names, self._loose = ([s[i] for s in loose] for i in (0, 1, 3))
+        self._holders, self._keys = ([s[i] for s in self._tensors] for i in (0, 1))
+        self._pointers, self._indices = [s[3].data_ptr() for s in self._tensors], list(range(len(self._tensors)))
+        self._states = [vars(m) for m in modules if m is fn or type(m) not in _INDIFFERENT]
+        self._training = list(map(_TRAINING, self._states))
 
     def check(self):
         """Raise ReplayError if a tensor was moved or replaced, a module exchanged, or `training` flipped."""
-        with suppress(LookupError, TypeError, ValueError):
-            if (list(map(torch.Tensor.data_ptr, map(getitem, self._holders, self._keys))) == self._pointers
-                    and list(map(getitem, self._parents, self._names)) == self._objects
-                    and [m.training for m in self._modules] == self._training):
+        try:
+            if (_pointers_equal(list(map(getitem, self._holders, self._keys)), self._pointers, self._indices)
+                    and self._children == self._children_then
+                    and list(map(getitem, self._parents, self._names)) == self._loose
+                    and list(map(_TRAINING, self._states)) == self._training):
                 return
+        except (LookupError, TypeError, ValueError, RuntimeError):  # a name is gone, or holds something else
+            pass
         raise ReplayError(f"{self._culprit()} since the capture, and the graph would not see it: capture again")
 
     def _culprit(self):
         """Return what changed, in words."""
-        for holder, key, path, module in zip(self._parents, self._names, self._paths, self._objects, strict=True):
+        for holder, key, path, module in self._modules:
             if _now(holder, key) is not module:
                 return f"{path} was exchanged"
-        for holder, key, label, pointer in zip(self._holders, self._keys, self._labels, self._pointers, strict=True):
+        for (holder, key, path, _), pointer in zip(self._tensors, self._pointers, strict=True):
             now = _now(holder, key)
             if not isinstance(now, torch.Tensor) or now.data_ptr() != pointer:
-                return f"{label} was moved or replaced"
-        return "train() or eval() was called (a module's `training` changed)"
+                return f"{path} was moved or replaced"
+        return "a module was added, or train() or eval() was called,"
 
 
 class _Cell:

@@ -28,14 +28,19 @@ METHOD = {
     "wall_us": "steady state: a loop of calls between two torch.cuda.synchronize(), divided by the number of calls",
     "warm_up": "at least 3 calls and 0.2 s of each candidate, then rounds",
     "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round",
-    "statistic": "median over rounds; 95 % interval by moving-block bootstrap over rounds; a ratio is that of medians",
-    "stop": "when the interval of every ratio (of a lone candidate: of its wall time) is narrower than 2 %, or at the budget",
+    "quiet": "before and after each round a fixed piece of CPU work is timed; rounds in which it took over 20 % longer than at "
+             "its best in this process are set aside: the CPU was doing something else. Their share is kept as disturbed",
+    "statistic": "median over quiet rounds; 95 % interval by moving-block bootstrap over them; a ratio is that of medians",
+    "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) is narrower than "
+            "2 %; or at the budget, extended up to three times while fewer than 12 rounds were quiet",
     "outside": "garbage collection, allocation of inputs, other measurements on this GPU (a file lock)",
 }
 CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
 _BURST_US, _LOOP_US, _MAX_BURST, _MAX_LOOP = 400.0, 3000.0, 64, 2000
-_MIN_ROUNDS, _RESAMPLES = 24, 500
+_MIN_QUIET, _RESAMPLES = 12, 500
 _SPIN_CYCLES_PER_US = 2000  # at 2 GHz; a slower clock only spins longer
+
+disturbances = []  # what has slowed this process for good, in words: said as a warning before each measurement
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Measurement:
     enqueue_us: Spread
     gpu_us: Spread
     wall_us: Spread
-    rounds: int
+    rounds: int  # quiet ones, behind the spreads
+    disturbed: float  # share of rounds set aside because the CPU was doing something else
     stopped_by: str  # "interval" or "budget"
 
     def row(self, **extra):
@@ -70,7 +76,7 @@ class Measurement:
         row = {"name": self.name, **extra}
         for clock, spread in spreads.items():
             row |= {clock: spread.median, f"{clock}_low": spread.low, f"{clock}_high": spread.high}
-        return row | {"rounds": self.rounds, "stopped_by": self.stopped_by,
+        return row | {"rounds": self.rounds, "disturbed": self.disturbed, "stopped_by": self.stopped_by,
                       "samples": {clock: spread.samples for clock, spread in spreads.items()}}
 
 
@@ -116,19 +122,47 @@ def compare(candidates, *, budget_s=5.0, target=0.02):
     if not candidates:
         raise ValueError("compare() needs at least one callable: compare({'eager': f, 'graph': g})")
     machine.require_gpu("Measuring")
-    with _gpu_to_ourselves(), torch.inference_mode(torch.is_inference_mode_enabled()):
+    with _gpu_to_ourselves():
         probes = {name: _Probe(fn) for name, fn in candidates.items()}
-        samples = {name: [] for name in candidates}
-        end, rounds, stopped_by = time.perf_counter() + budget_s, 0, "budget"
-        while rounds < 3 or time.perf_counter() < end:
-            for name in (list(probes) if rounds % 2 else reversed(probes)):
-                samples[name].append(probes[name].sample())
-            rounds += 1
-            if rounds >= _MIN_ROUNDS and rounds % 8 == 0 and _widest(samples) < target:
+        rounds, cpu, began, stopped_by = [], [_Canary.sample()], time.perf_counter(), "budget"
+        while True:
+            names = list(probes) if len(rounds) % 2 else list(reversed(probes))
+            samples = {name: probes[name].sample() for name in names}
+            rounds.append([samples[name] for name in probes])
+            cpu.append(_Canary.sample())
+            spent, quiet = time.perf_counter() - began, _Canary.quiet(cpu)
+            if len(rounds) % 8 == 0 and spent >= budget_s / 4 and sum(quiet) >= _MIN_QUIET and _widest(rounds, quiet) < target:
                 stopped_by = "interval"
                 break
-    return Comparison({name: Measurement(name, *(spread(column) for column in np.array(s).T), rounds, stopped_by)
-                       for name, s in samples.items()})
+            if spent > (budget_s if sum(quiet) >= _MIN_QUIET else 3 * budget_s):
+                break
+    kept = np.array(rounds)[quiet if sum(quiet) >= 3 else slice(None)]  # (rounds, candidates, clocks)
+    disturbed = round(1 - sum(quiet) / len(quiet), 3)
+    return Comparison({name: Measurement(name, *(spread(kept[:, i, c]) for c in range(len(CLOCKS))), len(kept), disturbed, stopped_by)
+                       for i, name in enumerate(probes)})
+
+
+class _Canary:
+    """A fixed piece of CPU work, much like what PyTorch does per operation, that tells whether the CPU is ours."""
+
+    best = float("inf")
+    tensor = torch.zeros(1)
+
+    @classmethod
+    def sample(cls):
+        """Return how long the work took, in microseconds."""
+        began = time.perf_counter_ns()
+        for _ in range(100):
+            cls.tensor.add_(1)
+        took = (time.perf_counter_ns() - began) / 1e3
+        cls.best = min(cls.best, took)
+        return took
+
+    @classmethod
+    def quiet(cls, samples):
+        """Say for each round, between two samples, whether neither took over 20 % longer than the best so far."""
+        fine = np.array(samples) <= 1.2 * cls.best
+        return fine[:-1] & fine[1:]
 
 
 class _Probe:
@@ -180,9 +214,9 @@ class _Probe:
         return (time.perf_counter_ns() - began) / 1e3 / calls
 
 
-def _widest(samples):
+def _widest(rounds, quiet):
     """Return the widest interval that decides whether to go on, as a share of its median."""
-    first, *others = (np.array(s)[:, CLOCKS.index("wall_us")] for s in samples.values())
+    first, *others = np.array(rounds)[quiet][:, :, CLOCKS.index("wall_us")].T
     return max(spread(first, other).width for other in others) if others else spread(first).width
 
 
@@ -213,8 +247,8 @@ def _gpu_to_ourselves():
         print("Waiting: another measurement is running on this GPU. Yours starts when it ends.")
         lock.acquire()
     others = machine.other_processes()
-    if others:
-        warnings.warn(f"other processes use this GPU, so times may be too long: {', '.join(others)}", stacklevel=4)
+    for why in (*disturbances, *([f"other processes use this GPU: {', '.join(others)}"] if others else ())):
+        warnings.warn(f"times may be too long: {why}", stacklevel=4)
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()

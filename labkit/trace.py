@@ -7,6 +7,7 @@ from pathlib import Path
 
 _GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 _CPU_CALLS = {"cuda_runtime", "cuda_driver"}
+_SLOWED = "the profiler ran in this process and slows its launches; restart the kernel before you measure"
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,25 @@ class Trace:
 def record(fn, *, calls_before=3):
     """Profile one call of `fn` (no arguments), after a few that only warm up; returns its Trace.
 
-    Raises NoGPU without a GPU, RuntimeError when the call launched nothing.
+    Once used, the profiler slows every later launch and replay of its process, so measure elsewhere: timing warns, and
+    experiments trace in a child process. Raises NoGPU without a GPU, RuntimeError when the call launched nothing.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from labkit import graphs, machine
+    from labkit import graphs, machine, timing
 
     machine.require_gpu("Tracing")
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, tempfile.TemporaryDirectory() as folder:
+    if _SLOWED not in timing.disturbances:
+        timing.disturbances.append(_SLOWED)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(calls_before):
             fn()
         torch.cuda.synchronize()
         with record_function("labkit: one call"):
             fn()
             torch.cuda.synchronize()
-        profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
         events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
