@@ -4,6 +4,7 @@ import base64
 import io
 import re
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,8 @@ class Chart:
     provenance: dict
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        # nbconvert and most other readers take the alt text from here; JupyterLab 4.6 sets none on any picture,
-        # so the words are also the plain text of the output.
+        # The alt text stands where nbconvert's classic template, nbsphinx and others look for it. JupyterLab 4.6 and
+        # nbconvert's lab template give no picture an alt text, so the words are the plain text of the output too.
         width = int.from_bytes(self.png[16:20], "big") * PIXELS // DPI
         data = {"image/png": base64.b64encode(self.png).decode(), "text/plain": str(self)}
         return data, {"image/png": {"alt": str(self), "width": width}}
@@ -112,7 +113,7 @@ def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_la
     x_label, many = x_label or _words(x), "time of one call" if columns[0].endswith("_us") else "value"
     y_label = y_label or (_words(columns[0]) if len(columns) == 1 else many)
     axes.set(xlabel=x_label, ylabel=y_label)
-    said = [f"{name}: {_say(curve.y.iloc[0], columns[0])} at {_say(curve.x.iloc[0], x)}, "
+    said = [f"{name}: {_say(curve.y.iloc[0], columns[0])} at {x_label} {_say(curve.x.iloc[0], x)}, "
             f"{_say(curve.y.iloc[-1], columns[0])} at {_say(curve.x.iloc[-1], x)}." for name, curve in curves.items()]
     said += [_mark_crossing(axes, x, x_label, curves)] if crossing else []
     if len(curves) > 1:
@@ -122,7 +123,7 @@ def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_la
 
 def timeline(table, window_us=None, title=None):
     """Draw when the CPU launches and when the GPU works; `window_us` (a length, or start and end) zooms in."""
-    _require(table, "launch_at_us", "launch_us", "start_us", "gpu_us")
+    _require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
     parts = [(str(key), part) for key, part in table.groupby("how", sort=False)] if "how" in table else [("", table)]
     figure, all_axes = _figure(0.9 + 1.35 * len(parts), len(parts))
     steps = [_step(name, part) for name, part in parts]
@@ -321,7 +322,7 @@ def _label_ends(axes, curves, looks, gap=0.075):
         spot[name] = min(spot[name], spot[above] - gap if above else 1.0)
     for name in order:
         axes.annotate(name, last[name], (1.03, spot[name]), textcoords="axes fraction", va="center", fontsize=9,
-                      color=INK, arrowprops={"arrowstyle": "-", "color": looks[name][0], "shrinkA": 1})
+                      color=INK, arrowprops={"arrowstyle": "-", "color": looks[name][0], "linestyle": ":"})
 
 
 def _mark_crossing(axes, x, x_label, curves):
@@ -351,7 +352,10 @@ def _step(name, part):
     for start, length in kernels:  # kernels may overlap: count the time when at least one works
         busy += max(0.0, start + length - max(start, reached))
         reached = max(reached, start + length)
-    counts = f"{len(kernels)} kernels, {len(launches)} launch{'es' if len(launches) > 1 else ''}"
+    copy = part["name"].str.startswith(("Memcpy", "Memset"))  # each has a launch of its own
+    sent = len(part[~copy].drop_duplicates(["launch_at_us", "launch_us"]))
+    counts = f"{(~copy).sum()} kernels, {sent} launch{'es' if sent > 1 else ''}"
+    counts += f", {copy.sum()} cop{'ies' if copy.sum() > 1 else 'y'}" if copy.any() else ""
     line = f"{name + ': ' if name else ''}{counts}, the GPU is idle {1 - busy / end:.0%} of {time(end)}"
     return {"kernels": kernels, "launches": launches, "end": end, "line": line,
             "text": line[0].upper() + line[1:] + ".", "pairs": list(zip(launches, first["start_us"] - zero))}
@@ -367,21 +371,11 @@ def _join(axes, step, window):
 
 def _levels(table):
     """Find how many nodes stand before each node on its longest chain: {node: level}."""
-    waits = {node: set(after) for node, after in zip(table["node"], table["after"])}
-    followers = {node: [] for node in waits}
-    for node, after in waits.items():
-        for other in after:
-            if other not in followers:
-                raise ValueError(f"node {node} waits for node {other}, which is not in the table")
-            followers[other].append(node)
-    level = {node: 0 for node, after in waits.items() if not after}
-    ready = list(level)
-    for node in ready:  # grows: a node is ready when the last one it waits for has its level
-        for follower in followers[node]:
-            level[follower] = max(level.get(follower, 0), level[node] + 1)
-            waits[follower].discard(node)
-            if not waits[follower]:
-                ready.append(follower)
+    waits, level = dict(zip(table["node"], table["after"])), {}
+    for node in TopologicalSorter(waits).static_order():
+        if node not in waits:
+            raise ValueError(f"a node waits for node {node}, which is not in the table")
+        level[node] = 1 + max((level[other] for other in waits[node]), default=-1)
     return level
 
 

@@ -65,14 +65,18 @@ def _launch_cost(table, low=5, high=10):
     return HOLDS if all(inside) else LIMITS if any(inside) else FAILS, driver, driver, torch, "µs", why
 
 
+def _eager_kernels(table):
+    return table[(table["how"] == "eager") & ~table["name"].str.startswith(("Memcpy", "Memset"))]
+
+
 def _hundreds(table, low=100, high=1000):
-    count = len(table[table["how"] == "eager"])
+    count = len(_eager_kernels(table))
     return (HOLDS if low <= count < high else LIMITS if count >= high else FAILS, count, count, count, "kernels",
             f"One eager step launches {count:,} kernels.")
 
 
 def _micro(table, short=10):
-    times = table[table["how"] == "eager"]["gpu_us"]
+    times = _eager_kernels(table)["gpu_us"]
     share = (times < short).mean()
     return (HOLDS if share >= 0.9 else LIMITS if share >= 0.5 else FAILS, times.median(), times.quantile(0.05),
             times.quantile(0.95), "µs", f"{(times < short).sum()} of {len(times)} kernels take less than {short} µs; "

@@ -67,7 +67,7 @@ def test_lines_find_where_two_lines_cross():
 
 def test_lines_survive_eight_decades_one_point_and_zero():
     wide = table([{"nodes": 10.0**k, "wall_us": 10.0 ** (k - 2)} for k in range(9)])
-    assert "0.01 µs at 1, 1 s at 100,000,000" in charts.lines(wide, "nodes", "wall_us").text
+    assert "0.01 µs at nodes in the graph 1, 1 s at 100,000,000" in charts.lines(wide, "nodes", "wall_us").text
     assert charts.lines(wide[:1], "nodes", "wall_us").png
     assert charts.lines(table([{"batch": b, "gpu_us": float(b)} for b in range(4)]), "batch", "gpu_us").png
 
@@ -91,9 +91,16 @@ def test_timeline_counts_kernels_launches_and_idle_time(kernels):
 
 
 def test_timeline_counts_overlapping_kernels_once():
-    both = table([{"launch_at_us": 0.0, "launch_us": 2.0, "start_us": 5.0, "gpu_us": 5.0},
-                  {"launch_at_us": 2.0, "launch_us": 2.0, "start_us": 6.0, "gpu_us": 2.0}])
+    both = table([{"name": "a", "launch_at_us": 0.0, "launch_us": 2.0, "start_us": 5.0, "gpu_us": 5.0},
+                  {"name": "b", "launch_at_us": 2.0, "launch_us": 2.0, "start_us": 6.0, "gpu_us": 2.0}])
     assert "idle 50% of 10 µs" in charts.timeline(both).text
+
+
+def test_timeline_tells_copies_from_kernels():
+    made = step(5)
+    made.loc[made["index"] == 0, "name"] = "Memcpy DtoD (Device -> Device)"
+    text = charts.timeline(made).text
+    assert "Eager: 4 kernels, 4 launches, 1 copy, the" in text and "Graph: 4 kernels, 1 launch, 1 copy, the" in text
 
 
 def test_timeline_zooms():
