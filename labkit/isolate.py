@@ -161,14 +161,15 @@ def _help(folder, uuid):
         import torch  # noqa: F401
     except ImportError:
         pass
-    request = True
-    while request:
+    while True:
         spare, pipe = _fork(folder, uuid)
         waited_for = select.select([0], [], [], IDLE_S)[0]
         request = os.read(0, 4096) if waited_for else b""  # a folder; nothing: idle for long, or the parent is gone
         os.write(pipe, request)
         os.close(pipe)
         status = os.waitpid(spare, 0)[1]
+        if not request:
+            return
         with contextlib.suppress(OSError):  # what it started may be gone, and the folder too if the parent gave up
             Path(os.fsdecode(request), "ended.part").write_text(str(status))
             os.rename(request + b"/ended.part", request + b"/ended")

@@ -154,9 +154,10 @@ def test_helper_and_child_leave_when_the_parent_is_killed(tmp_path):
 
 def test_the_helper_leaves_when_idle(tmp_path):
     code = f"from labkit import isolate; isolate.IDLE_S = 0.1; isolate._help({str(tmp_path)!r}, '')"
-    helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
+    helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=tmp_path,
                               env=os.environ | {"PYTHONPATH": str(Path(isolate.__file__).parents[1])})
     assert helper.wait(timeout=60) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.gpu
