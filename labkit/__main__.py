@@ -38,13 +38,6 @@ def print_checks(checks):
             print(f"{'':27} -> {check.fix}")
 
 
-def need(*packages):
-    """Refuse, naming what to do, where a package is not installed."""
-    if lacking := [package for package in packages if not importlib.util.find_spec(package)]:
-        raise Refusal(f"{', '.join(lacking)} is not installed: `make lab` with a network installs it, "
-                      f"or {sys.executable} -m pip install {' '.join(lacking)}")
-
-
 def notebooks_folder():
     """Return the notebooks folder: of the folder one is in, else of the clone that labkit stands in."""
     for folder in (Path.cwd(), Path(labkit.__file__).parents[1]):
@@ -70,7 +63,8 @@ def free_port(wanted):
 
 def lab(args):
     """Become JupyterLab at the first lab, on localhost with a token; what follows `lab` goes on to Jupyter."""
-    need("jupyterlab")
+    if not importlib.util.find_spec("jupyterlab"):
+        raise ModuleNotFoundError(name="jupyterlab")
     folder = notebooks_folder()
     checks = machine.doctor()
     print_checks([check for check in checks if check.name == "mode" or check.status != "ok"])
@@ -104,7 +98,6 @@ def find_labs(names, folder):
 
 def run(args):
     """Execute labs without a browser, live or recorded; keep the executed copies and one page of them all."""
-    need("nbclient", "nbconvert", "ipykernel")
     folder = notebooks_folder()
     labs = find_labs(args.labs, folder / "solutions" if args.solutions else folder)
     os.environ.update(machine.writable_environment())
@@ -178,7 +171,6 @@ def record(args):
 
 def build(args):
     """Write the learner's copies from the solutions, or (--check) only say what would change."""
-    need("nbformat", "nbclient")
     from labkit import build
     if args.check:
         differences = build.check()
@@ -217,6 +209,10 @@ def main(argv=None):
         return args.fn(args) or 0
     except (Refusal, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"labkit: {error.name} is not installed: `make lab` with a network installs it, or "
+              f"{sys.executable} -m pip install {error.name}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("labkit: interrupted", file=sys.stderr)

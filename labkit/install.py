@@ -111,10 +111,10 @@ def install(extras):
     say("installing what the labs need; the first time takes minutes" + ("." if kept else ", and 1.5 GB or more."))
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     # Some GPU containers pin their own versions in PIP_CONSTRAINT: those are not for .venv.
-    env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
-    pip = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--retries", "2",
-           "-c", constraints(kept), "-e", target]
-    if subprocess.run(pip, env=env).returncode == 0:
+    env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"} | {"PIP_RETRIES": "2"}
+    pip = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", constraints(kept)]
+    steps = (["-q", "setuptools>=77"], ["--no-build-isolation", "-e", target])
+    if all(subprocess.run(pip + step, env=env).returncode == 0 for step in steps):
         return True
     link(ROOT, *base)
     names, lacking = missing(extras)

@@ -189,7 +189,7 @@ def other_processes():
 
     In a container NVML may show nothing, or process numbers of the host: those are left out.
     """
-    if not mode().live:
+    if not mode().live or not version("psutil"):
         return ()
     import psutil
     me, found = psutil.Process(), []
@@ -309,17 +309,19 @@ def requirements():
 
 def _check_packages():
     """Give one line for all that fits, and one for each package that is missing or does not fit."""
-    fine = []
+    if not version("packaging"):
+        return [Check("packages", "warning", "little is installed", "make lab, with a network")]
+    fine, checks = [], []
     for need in requirements():
         have, install = version(need.name), f"{sys.executable} -m pip install '{need.name}{need.specifier}'"
         if have is None:
             what = "not installed" + ("; recorded labs do without" if need.name == "torch" else "")
-            yield Check(need.name, "warning", what, install)
+            checks.append(Check(need.name, "warning", what, install))
         elif need.specifier.contains(have, prereleases=True):
             fine.append(f"{need.name} {have}")
         else:
-            yield Check(need.name, "problem", f"{have} does not fit {need.specifier}", install)
-    yield Check("packages", "ok", ", ".join(fine))
+            checks.append(Check(need.name, "problem", f"{have} does not fit {need.specifier}", install))
+    return [*checks, Check("packages", "ok", ", ".join(fine))]
 
 
 def _check_kernel():

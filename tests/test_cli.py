@@ -1,0 +1,153 @@
+"""The commands, on small notebooks made here."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit import __main__ as cli
+from labkit import machine
+
+
+@pytest.fixture
+def labs(tmp_path, monkeypatch):
+    """Make notebooks in a folder of their own, go there, and return a function that adds one."""
+    def add(name, *cells):
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        nbformat.write(notebook, tmp_path / "notebooks" / f"{name}.ipynb")
+    (tmp_path / "notebooks").mkdir()
+    add("00_check_your_machine", "print('hello' + ' there')")
+    monkeypatch.chdir(tmp_path)
+    return add
+
+
+def test_run_keeps_a_copy_and_one_page_and_names_the_cell_that_failed(labs, capsys):
+    labs("10_measure_launch_overhead", "print('sun' + 'rise')", "1 / 0", "print('sun' + 'set')")
+    assert cli.main(["run", "--out", "kept"]) == 1
+    told = capsys.readouterr()
+    assert "labkit: 10_measure_launch_overhead, cell 2: ZeroDivisionError: division by zero\n" in told.err
+    assert "kept/labs.html" in told.out
+    page = Path("kept/labs.html").read_text()
+    assert "hello there" in page and "sunrise" in page and "sunset" not in page
+    copy = nbformat.read("kept/10_measure_launch_overhead.ipynb", as_version=4)
+    assert copy.cells[0].outputs[0].text == "sunrise\n" and not copy.cells[2].outputs
+    original = nbformat.read("notebooks/10_measure_launch_overhead.ipynb", as_version=4)
+    assert not original.cells[0].outputs
+
+
+def test_run_can_be_interrupted_and_keeps_what_ran(labs, tmp_path):
+    labs("10_slow", "from pathlib import Path; print('fir' + 'st')",
+         f"Path({str(tmp_path / 'started')!r}).touch(); import time; time.sleep(60)", "print('nev' + 'er')")
+    running = subprocess.Popen([sys.executable, "-m", "labkit", "run", "10", "--out", "kept"], start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])})
+    until = time.monotonic() + 30
+    while not Path("started").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 130 and "Interrupted: what had run until then is kept." in out
+    assert "Traceback" not in err
+    page = Path("kept/labs.html").read_text()
+    assert "first" in page and "never" not in page
+
+
+@pytest.mark.parametrize("name, close", [
+    ("mesure_launch", "10_measure_launch_overhead"), ("chek_your_machine", "00_check_your_machine"),
+    ("zzz", "00_check_your_machine or 10_measure_launch_overhead")])
+def test_an_unknown_lab_is_answered_with_the_closest_names(labs, capsys, name, close):
+    labs("10_measure_launch_overhead")
+    assert cli.main(["run", name]) == 1
+    assert capsys.readouterr().err == f"labkit: there is no lab {name!r}; did you mean {close}?\n"
+    assert not Path("runs").exists()
+
+
+def test_a_lab_is_found_by_number_name_or_file(labs):
+    labs("10_measure_launch_overhead")
+    wanted = [Path("notebooks/10_measure_launch_overhead.ipynb").resolve()]
+    for name in ("10", "10_measure_launch_overhead", "notebooks/10_measure_launch_overhead.ipynb"):
+        assert cli.find_labs([name], Path("notebooks").resolve()) == wanted
+    assert len(cli.find_labs([], Path("notebooks"))) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(labs, capsys):
+    assert cli.main(["run", "--out", "/proc/nowhere"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def lab_command(monkeypatch, *arguments):
+    """Return (command, environment) that `labkit lab` would become."""
+    became = []
+    monkeypatch.setattr(os, "execve", lambda program, command, env: became.append((command, env)))
+    monkeypatch.setattr(machine, "doctor", lambda: [])
+    assert cli.main(["lab", *arguments]) == 0
+    return became[0]
+
+
+def test_lab_stays_on_localhost_and_opens_the_first_lab(labs, monkeypatch):
+    labs("10_measure_launch_overhead")
+    command, _ = lab_command(monkeypatch, "--no-browser")
+    assert "--ip=127.0.0.1" in command and "--no-browser" in command
+    assert "--LabApp.default_url=/lab/tree/notebooks/00_check_your_machine.ipynb" in command
+    assert not any("token" in part or "password" in part for part in command)
+
+
+@pytest.mark.parametrize("user, allowed", [(0, True), (1000, False)])
+def test_lab_starts_as_root_too(labs, monkeypatch, user, allowed):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert ("--allow-root" in lab_command(monkeypatch)[0]) is allowed
+
+
+def test_a_busy_port_makes_way_for_the_next(labs, monkeypatch, capsys):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        command, _ = lab_command(monkeypatch, "--port", str(port))
+        used = int(next(part for part in command if part.startswith("--port=")).split("=")[1])
+    assert port < used < port + 100 and str(port) not in command
+    assert f"Port {port} is taken: using {used}." in capsys.readouterr().out
+    assert f"--port={port}" in lab_command(monkeypatch, f"--port={port}")[0]  # free again
+
+
+def test_lab_moves_settings_out_of_a_read_only_home(labs, fresh_machine):
+    fresh_machine.setenv("HOME", "/proc/nowhere")
+    _, env = lab_command(fresh_machine)
+    assert Path(env["JUPYTER_RUNTIME_DIR"]).parent.is_dir()
+
+
+def test_lab_without_jupyterlab_says_how_to_get_it(labs, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["lab"]) == 1
+    assert "jupyterlab is not installed: `make lab` with a network installs it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status, code", [("ok", 0), ("warning", 0), ("problem", 1)])
+def test_the_doctor_fails_only_for_what_is_broken(monkeypatch, capsys, status, code):
+    monkeypatch.setattr(machine, "doctor", lambda: [machine.Check("driver", status, "as found", "the fix")])
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr().out.split() == [status, "driver", "as", "found", "->", "the", "fix"]
+    assert cli.main(["doctor", "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == [
+        {"name": "driver", "status": status, "found": "as found", "fix": "the fix"}]
+
+
+def test_recording_without_a_gpu_is_refused(fresh_machine, capsys):
+    fresh_machine.setattr(machine, "mode", lambda: machine.Mode(False, "there is none", "Get one."))
+    assert cli.main(["record"]) == 1
+    assert "needs an NVIDIA GPU: there is none. Get one." in capsys.readouterr().err
+
+
+def test_an_unknown_option_or_command_is_a_usage_error(capsys):
+    for words in (["run", "--fast"], ["dance"], []):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert stop.value.code == 2
+    assert "unknown: --fast" in capsys.readouterr().err

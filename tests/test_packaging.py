@@ -1,0 +1,116 @@
+"""Names and versions agree everywhere, and what is packaged can be installed, built and put on Binder."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+import labkit
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DIRECT = {need.name: need for need in map(Requirement, PROJECT["dependencies"])}
+EXTRA = {need.name: need for need in map(Requirement, PROJECT["optional-dependencies"]["test"])}
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#")
+TORCH_CUDA = re.compile(r"nvidia-(?!ml-py)|triton$|cuda-toolkit")
+
+
+def lines(path):
+    return [line.split("#")[0].strip() for line in (ROOT / path).read_text().splitlines() if line.split("#")[0].strip()]
+
+
+@pytest.mark.parametrize("need", [*DIRECT.values(), *EXTRA.values()], ids=str)
+def test_every_dependency_is_pinned_within_its_range(need):
+    assert need.specifier.contains(PINS[need.name])
+
+
+def test_the_pins_are_exact_sorted_out_and_free_of_platforms():
+    assert PINS["torch"] == "2.13.0" and PINS["transformers"].startswith("5.2")
+    for name, version in PINS.items():
+        assert name == canonicalize_name(name) and re.fullmatch(r"[\w.]+", version)
+        assert not TORCH_CUDA.match(name)
+    assert len(PINS) == len([line for line in lines("constraints.txt")])
+
+
+def test_what_the_dependencies_pull_in_is_pinned_too():
+    """Walk the requirements of everything installed here that labkit asks for."""
+    seen, waiting = set(), [*DIRECT.values(), *EXTRA.values()]
+    while waiting:
+        need = waiting.pop()
+        name, extras = canonicalize_name(need.name), ["", *sorted(need.extras)]
+        if (name, *extras) in seen or TORCH_CUDA.match(name):
+            continue
+        seen.add((name, *extras))
+        try:
+            more = map(Requirement, importlib.metadata.requires(name) or ())
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another platform
+        waiting += [need for need in more
+                    if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in extras)]
+        assert name in PINS, name
+    assert len(seen) > 80
+
+
+def test_conda_installs_the_project_under_the_same_pins():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python, _, pip = environment["dependencies"]
+    assert environment["channels"] == ["conda-forge"]
+    assert python.split("=")[1] in SpecifierSet(PROJECT["requires-python"])
+    assert pip == {"pip": ["--constraint constraints.txt", "--editable ."]}
+
+
+def test_binder_asks_for_what_recorded_labs_need_under_the_same_pins():
+    constraint, *names = lines("binder/requirements.txt")
+    assert constraint == "-c ../constraints.txt"
+    without_gpu = DIRECT.keys() - {"torch", "transformers", "nbval", "nvidia-ml-py", "cuda-bindings"}
+    assert set(names) == without_gpu | {"notebook"} and PINS.keys() >= set(names)
+    assert lines("binder/runtime.txt")[0].removeprefix("python-") in SpecifierSet(PROJECT["requires-python"])
+
+
+def test_repo2docker_accepts_binder():
+    done = subprocess.run([Path(sys.executable).parent / "jupyter-repo2docker", "--no-build", "--debug", "."], cwd=ROOT,
+                          capture_output=True, text=True)
+    made = done.stdout + done.stderr
+    assert done.returncode == 0, made
+    assert 'pip install --no-cache-dir -r "binder/requirements.txt"' in made and "RUN ./binder/postBuild" in made
+    assert "python=3.12" in made
+
+
+def test_a_wheel_carries_every_room_and_every_recording(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "labkit", source / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "labkit/recordings/some-gpu").mkdir(parents=True)
+    (source / "labkit/recordings/some-gpu/some.json").write_text("{}")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
+                   check=True)
+    inside = set(zipfile.ZipFile(next(tmp_path.glob("labkit-*.whl"))).namelist())
+    wanted = {str(file.relative_to(source)) for kind in ("*.py", "*.json") for file in (source / "labkit").rglob(kind)}
+    assert wanted <= inside, wanted - inside
+    assert importlib.metadata.PathDistribution(zipfile.Path(next(tmp_path.glob("labkit-*.whl")),
+                                               f"labkit-{labkit.__version__}.dist-info/")).version == labkit.__version__
+
+
+@pytest.mark.parametrize("target, command", [(name, f"-m labkit {name}") for name in
+                                             ("lab", "doctor", "run", "record", "build")] + [("test", "-m pytest")])
+def test_make_passes_arguments_on(target, command):
+    told = subprocess.run(["make", "-n", target, "ARGS=--some"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert re.search(rf"\.venv/bin/python {command} --some$", told, re.MULTILINE), told
+    assert ("--extra test" in told) is (target == "test")
+
+
+def test_ci_runs_make_test_and_the_citation_names_this_version():
+    assert lines(".ci/run")[-1] == "make test"
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == labkit.__version__
