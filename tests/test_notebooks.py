@@ -1,0 +1,202 @@
+"""The labs themselves: they run to the end in recorded mode, say what they stored, and follow the rules for cells."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbval.plugin import get_sanitize_patterns
+
+from labkit import build, check, recordings
+
+ROOT = Path(__file__).parents[1]
+SOLUTIONS = build.solutions()
+LEARNERS = sorted(build.NOTEBOOKS.glob("*.ipynb"))
+MAGICS = ("%%gpu", "%%isolated")
+TAGS = {"instructor", "solution", "nbval-check-output"}
+ANSWERS = (check.NOT_ATTEMPTED, check.NOT_YET, check.CORRECT)
+
+solutions = pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
+learners = pytest.mark.parametrize("path", LEARNERS, ids=lambda path: path.stem)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(outputs):
+    """Return all that outputs say in words."""
+    return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
+
+
+def answers(notebook):
+    """Return the answers that the checks of a notebook printed, in order."""
+    lines = "\n".join(text_of(cell.outputs) for cell in code(notebook)).splitlines()
+    return [answer for line in lines for answer in ANSWERS if line.startswith(answer)]
+
+
+def nbval(paths, *options, **environment):
+    """Start nbval on notebooks, comparing the cells that are tagged for it; returns the process."""
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ROOT, "-p", "no:cacheprovider", "-q", "--nbval-lax",
+               "--nbval-current-env", "--nbval-cell-timeout=300", *options, *paths]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "PYTHONPATH": paths, **environment})
+
+
+@pytest.fixture(scope="module")
+def stored_outputs():
+    """nbval over all solutions, begun at once so that it runs beside the other tests."""
+    assert SOLUTIONS, "no labs"
+    process = nbval(SOLUTIONS, LABKIT_MODE="recorded")
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, stored_outputs):
+    """Return a function that runs a notebook, once, in recorded mode and where there is no torch, as on Binder."""
+    no_torch, done = tmp_path_factory.mktemp("no_torch"), {}
+    (no_torch / "torch.py").write_text("raise ImportError('recorded labs do without torch')")
+
+    def run(path):
+        if path not in done:
+            done[path] = build.execute(path, LABKIT_MODE="recorded", PYTHONPATH=os.pathsep.join(map(str, (no_torch, ROOT))))
+        return done[path]
+    return run
+
+
+def test_there_are_labs_each_with_a_learners_copy():
+    assert SOLUTIONS and [path.name for path in SOLUTIONS] == [path.name for path in LEARNERS]
+
+
+@solutions
+def test_a_solution_runs_and_every_check_is_correct(path, run):
+    given = answers(run(path))
+    assert len(given) >= 2 and set(given) == {check.CORRECT}
+
+
+@solutions
+def test_every_recorded_cell_shows_its_recording(path, run):
+    shown = [cell for cell in code(run(path)) if recordings.is_recorded(cell.source)]
+    assert shown and not [cell.id for cell in shown if "not measured here" not in text_of(cell.outputs)]
+
+
+@learners
+def test_a_learners_copy_runs_and_nothing_is_attempted_yet(path, run):
+    notebook = run(path)
+    asked = answers(run(build.NOTEBOOKS / "solutions" / path.name))
+    assert answers(notebook) == [check.NOT_ATTEMPTED] * len(asked)
+    assert "Not guessed yet" in "\n".join(text_of(cell.outputs) for cell in code(notebook))
+
+
+# ---- rules for cells
+
+@solutions
+def test_magics_stand_on_the_first_line_and_are_ours(path):
+    for cell in code(read(path)):
+        for number, line in enumerate(cell.source.splitlines()):
+            if re.match(r"\s*(%|!)", line):
+                assert number == 0 and line.split()[0] in MAGICS, f"{cell.id}: {line}"
+
+
+@solutions
+def test_no_cell_hides_from_nbval(path):
+    for cell in read(path).cells:
+        assert set(cell.metadata.get("tags", ())) <= TAGS, cell.id
+        if cell.cell_type == "code":
+            assert not re.search(r"(?i)#\s*(nbval|pytest)_", cell.source), f"{cell.id}: use tags"
+            assert not cell.source.rstrip().endswith(";"), f"{cell.id}: nbval shows what ; hides, write _ ="
+
+
+@solutions
+def test_a_solution_is_stored_executed_with_something_to_compare(path):
+    cells = code(read(path))
+    assert not [cell.id for cell in cells if cell.source.strip() and cell.execution_count is None]
+    assert not [cell.id for cell in cells for output in cell.outputs if output.output_type == "error"]
+    compared = [cell for cell in cells if "nbval-check-output" in cell.metadata.get("tags", ())]
+    assert compared and not [cell.id for cell in compared if not text_of(cell.outputs).strip()]
+
+
+@solutions
+def test_a_lab_opens_with_the_banner_and_asks_at_least_two_guesses(path):
+    sources = [cell.source for cell in code(read(path))]
+    assert "banner()" in sources[0]
+    assert sum(source.count("check.guess(") for source in sources) >= 2
+
+
+def test_no_two_cells_share_one_recording():
+    count = Counter(recordings.cell_key(source) for path in SOLUTIONS for source in build.code_cells(path)
+                    if recordings.is_recorded(source))
+    shared = {key for key, times in count.items() if times > 1}
+    for path in recordings.FOLDER.glob("*/lab-*.json"):
+        cells = json.loads(path.read_text())["cells"]
+        assert not [key for key in shared & cells.keys() if cells[key]["outputs"]], "make the text of these cells differ"
+
+
+# ---- nbval
+
+def changed(path, folder):
+    """Return a copy of a lab that ends with its first compared cell, whose stored output has been changed."""
+    notebook = read(path)
+    for number, cell in enumerate(notebook.cells):
+        if "nbval-check-output" in cell.metadata.get("tags", ()):
+            output = cell.outputs[0]
+            if "text" in output:
+                output.text = output.text[::-1]
+            else:
+                output.data["text/plain"] = output.data["text/plain"][::-1]
+            notebook.cells = notebook.cells[:number + 1]
+            nbformat.write(notebook, folder / path.name)
+            return folder / path.name
+    raise AssertionError(f"{path.stem} has no cell that nbval compares")
+
+
+def test_nbval_sees_one_changed_output(tmp_path):
+    assert SOLUTIONS, "no labs"
+    process = nbval([changed(SOLUTIONS[0], tmp_path)], LABKIT_MODE="recorded")
+    told, _ = process.communicate(timeout=150)
+    assert process.returncode == 1 and re.search(r"^1 failed", told, re.MULTILINE) and "Cell outputs differ" in told, told
+
+
+def test_nbval_finds_the_stored_outputs(stored_outputs):
+    told, _ = stored_outputs.communicate(timeout=170)
+    assert stored_outputs.returncode == 0, told
+    cells = sum(bool(cell.source.strip()) for path in SOLUTIONS for cell in code(read(path)))
+    assert f"{cells} passed" in told, told
+
+
+def test_sanitising_makes_live_and_recorded_alike_and_keeps_the_words():
+    patterns = get_sanitize_patterns((ROOT / "tests" / "sanitize.cfg").read_text())
+
+    def sanitised(text):
+        for regex, replacement in patterns:
+            text = re.sub(regex, replacement, text)
+        return text
+    here = "A step launches 340 kernels.  GPU idle: 91.2 %, at 0x7fcA.\nLIVE on NVIDIA H200."
+    there = ("A step launches 1,338 kernels. GPU idle: 9e-1 %, at 0x12.\n"
+             "RECORDED on NVIDIA GeForce RTX 4090, 2026-11-29: not measured here (measured by an earlier version).")
+    assert sanitised(here) == sanitised(there) != sanitised(there.replace("launches", "saves"))
+
+
+@pytest.mark.gpu
+def test_live_the_solutions_say_what_they_stored(tmp_path):
+    for path in SOLUTIONS:
+        notebook = copy.deepcopy(read(path))
+        for cell in code(notebook):  # live, cells carry no label
+            cell.outputs = [o for o in cell.outputs if o.get("metadata", {}).get("labkit") != "label"]
+        nbformat.write(notebook, tmp_path / path.name)
+    process = nbval(sorted(tmp_path.glob("*.ipynb")), f"--nbval-sanitize-with={ROOT / 'tests' / 'sanitize.cfg'}", LABKIT_MODE="")
+    told, _ = process.communicate(timeout=1500)
+    assert process.returncode == 0, told
