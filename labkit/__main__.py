@@ -172,11 +172,14 @@ def record(args):
 def build(args):
     """Write the learner's copies from the solutions, or (--check) only say what would change."""
     from labkit import build
-    if args.check:
-        differences = build.check()
-        print("\n".join(differences) or "Every learner's copy is what its solution makes.")
-        return int(bool(differences))
-    changed = build.build(execute=args.execute)
+    try:
+        if args.check:
+            differences = build.check()
+            print("\n".join(differences) or "Every learner's copy is what its solution makes.")
+            return int(bool(differences))
+        changed = build.build(execute=args.execute)
+    except build.BuildError as error:
+        raise Refusal(str(error)) from error
     print(f"Written: {', '.join(str(path) for path in changed) or 'nothing, all was up to date'}")
 
 

@@ -186,7 +186,10 @@ def _user():
 def _read(path):
     """Return a notebook as it is in its file; one without cell ids is a BuildError, as ids must be stable."""
     import nbformat
-    raw = json.loads(path.read_text("utf-8"))
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise BuildError(f"{path.name} is no notebook: {error}") from None
     if any("id" not in cell for cell in raw["cells"]):
         raise BuildError(f"{path.name} has cells without ids: open and save it in JupyterLab 4, then build again")
     return nbformat.reads(json.dumps(raw), as_version=nbformat.NO_CONVERT)

@@ -133,6 +133,9 @@ def test_cells_without_ids_are_refused(labs):
     labs.write_text(json.dumps(raw))
     with pytest.raises(build.BuildError, match="10_tiny.ipynb has cells without ids"):
         build.check()
+    labs.write_text("<<<<<<< HEAD")
+    with pytest.raises(build.BuildError, match="10_tiny.ipynb is no notebook"):
+        build.check()
 
 
 def test_execute_keeps_recorded_outputs_in_canonical_form(labs):
