@@ -101,7 +101,7 @@ def launch_cost():
                            "F.layer_norm(x, (64,))": lambda: F.layer_norm(x, (64,)),
                            "torch.softmax(x, -1)": lambda: torch.softmax(x, -1)}.items():
             kernels = len(graphs.GraphedCallable(call).kernel_names)
-            enqueue = timing.measure(call).enqueue_us
+            enqueue = timing.measure(call, budget_s=2.0).enqueue_us
             rows.append({"what": what, "layer": "torch", "kernels": kernels, **_spread("cost_us", enqueue),
                          "samples": {"enqueue_us": enqueue.samples}})
     return rows
@@ -120,6 +120,24 @@ def _bare_launch(graph):
 
 
 @experiment
+@apart
+def profiler_cost():
+    """Time the same eager step and the same replay before and after the profiler has run once in the process."""
+    import warnings
+
+    from labkit import models, timing, trace
+
+    pair, _ = _pair(*models.build("mlp"))
+    before = timing.compare(pair)
+    trace.record(pair["eager"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the profiler ran: it is what this measures
+        after = timing.compare(pair)
+    return [row | {"how": f"{row['name']}, {when}", "profiled": profiled}
+            for when, both, profiled in (("before", before, False), ("after", after, True)) for row in both.rows("eager")]
+
+
+@experiment
 def matmul_crossover():
     """Time one float16 matrix product, square, from tiny to large: CPU time to enqueue it against GPU time."""
     import torch
@@ -129,7 +147,7 @@ def matmul_crossover():
     rows = []
     for size in (16, 64, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192):
         a, b, out = (torch.randn(size, size, device="cuda", dtype=torch.float16) for _ in range(3))
-        rows.append(timing.measure(lambda: torch.mm(a, b, out=out), name="matmul", budget_s=2.0).row(size=size))
+        rows.append(timing.measure(lambda: torch.mm(a, b, out=out), name="matmul", budget_s=1.5).row(size=size))
     return rows
 
 
@@ -207,7 +225,7 @@ def replay_cost():
     x, rows = torch.zeros(64, device="cuda"), []
     for nodes in (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000):
         graph = graphs.GraphedCallable(lambda: [x.add_(1) for _ in range(nodes)] and None)
-        rows.append(timing.measure(graph.replay, name="replay", budget_s=2.0).row(nodes=len(graph.nodes)))
+        rows.append(timing.measure(graph.replay, name="replay", budget_s=1.5).row(nodes=len(graph.nodes)))
     return rows
 
 
@@ -274,20 +292,20 @@ def warm_up_cold():
     """Try, each in a fresh process, to capture operations that were never called before: cold, and warmed up once."""
     from labkit import isolate
 
-    setups = {"matrix product": "x = torch.randn(64, 64, device='cuda'); op = lambda: x @ x",
-              "convolution": "x = torch.randn(1, 8, 32, 32, device='cuda'); c = torch.nn.Conv2d(8, 8, 3).cuda(); op = lambda: c(x)",
-              "FFT": "x = torch.randn(64, 64, device='cuda'); op = lambda: torch.fft.fft(x)",
-              "LU solve": "x = torch.randn(8, 8, device='cuda'); op = lambda: torch.linalg.solve(x, x)"}
+    setups = {"addition": "x = torch.randn(64, 64, device='cuda')\nop = lambda: x + x",
+              "matrix product": "x = torch.randn(64, 64, device='cuda')\nop = lambda: x @ x",
+              "convolution": "x = torch.randn(1, 8, 32, 32, device='cuda')\nw = torch.randn(8, 8, 3, 3, device='cuda')\n"
+                             "op = lambda: torch.conv2d(x, w)",
+              "FFT": "x = torch.randn(64, 64, device='cuda')\nop = lambda: torch.fft.fft(x)"}
     rows = []
     for what, setup in setups.items():
-        for warm_ups in (0, 1):
+        for warm_ups in (0, 1, 3):
             source = (f"import torch\n{setup}\nwith torch.no_grad():\n    for _ in range({warm_ups}):\n        op()\n"
                       "    torch.cuda.synchronize()\n    graph = torch.cuda.CUDAGraph()\n"
                       "    with torch.cuda.graph(graph):\n        op()\n    graph.replay()\n    torch.cuda.synchronize()")
             result = isolate.run(source)
-            error = (result.error or "").strip().splitlines()
-            rows.append({"what": what, "warm_ups": warm_ups, "captured": not error, "error": error[-1] if error else "",
-                         "cause": result.cause or ""})
+            said = [line.partition("cause: ")[2] for line in (result.cause or "").splitlines() if "cause: " in line]
+            rows.append({"what": what, "warm_ups": warm_ups, "captured": result.error is None, "cause": "".join(said)})
     return rows
 
 

@@ -13,6 +13,8 @@ EXPLANATIONS = (
     (r"out of memory", "the GPU ran out of memory", "free memory, or capture a smaller batch"),
     (r"CUDA generator|current_seed|Offset increment outside", "a random generator that the graph does not know",
      "pass it as generators=(g,): GraphedCallable registers it before the capture"),
+    (r"_NOT_INITIALIZED|Create\(handle\)|CUFFT_INTERNAL_ERROR|CUDNN_STATUS_INTERNAL_ERROR|_ALLOC_FAILED",
+     "a library that was never used before sets itself up", "warm up: run the call on the side stream before the capture"),
     (r"the graph is empty", "the call launched nothing on the GPU",
      "do the work inside the call, on the current stream of the GPU"),
     (r"legacy stream|StreamCaptureImplicit", "work on the legacy default stream while another stream is captured",

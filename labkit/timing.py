@@ -28,16 +28,15 @@ METHOD = {
     "wall_us": "steady state: a loop of calls between two torch.cuda.synchronize(), divided by the number of calls",
     "warm_up": "at least 3 calls and 0.2 s of each candidate, then rounds",
     "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round",
-    "quiet": "before and after each round a fixed piece of CPU work is timed; rounds in which it took over 20 % longer than at "
-             "its best in this process are set aside: the CPU was doing something else. Their share is kept as disturbed",
-    "statistic": "median over quiet rounds; 95 % interval by moving-block bootstrap over them; a ratio is that of medians",
-    "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) is narrower than "
-            "2 %; or at the budget, extended up to three times while fewer than 12 rounds were quiet",
+    "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each, so "
+                 "that drift within the run counts; a ratio is that of medians",
+    "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) is "
+            "narrower than 2 %; or at the budget",
     "outside": "garbage collection, allocation of inputs, other measurements on this GPU (a file lock)",
 }
 CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
 _BURST_US, _LOOP_US, _MAX_BURST, _MAX_LOOP = 400.0, 3000.0, 64, 2000
-_MIN_QUIET, _RESAMPLES = 12, 500
+_MIN_ROUNDS, _BLOCKS, _RESAMPLES = 20, 10, 500
 _SPIN_CYCLES_PER_US = 2000  # at 2 GHz; a slower clock only spins longer
 
 disturbances = []  # what has slowed this process for good, in words: said as a warning before each measurement
@@ -66,8 +65,7 @@ class Measurement:
     enqueue_us: Spread
     gpu_us: Spread
     wall_us: Spread
-    rounds: int  # quiet ones, behind the spreads
-    disturbed: float  # share of rounds set aside because the CPU was doing something else
+    rounds: int
     stopped_by: str  # "interval" or "budget"
 
     def row(self, **extra):
@@ -76,7 +74,7 @@ class Measurement:
         row = {"name": self.name, **extra}
         for clock, spread in spreads.items():
             row |= {clock: spread.median, f"{clock}_low": spread.low, f"{clock}_high": spread.high}
-        return row | {"rounds": self.rounds, "disturbed": self.disturbed, "stopped_by": self.stopped_by,
+        return row | {"rounds": self.rounds, "stopped_by": self.stopped_by,
                       "samples": {clock: spread.samples for clock, spread in spreads.items()}}
 
 
@@ -117,52 +115,26 @@ def compare(candidates, *, budget_s=5.0, target=0.02):
     """Time callables that take no argument, in interleaved rounds; returns a Comparison.
 
     Goes on until the 95 % interval of the ratio of the first candidate to each other one is narrower than `target`,
-    or until `budget_s` seconds (warm-up apart) are over. Raises NoGPU without a GPU, ValueError without a candidate.
+    or until `budget_s` seconds (warm-up apart; times LABKIT_BUDGET, if that is set) are over. Raises NoGPU without a GPU, ValueError without a candidate.
     """
     if not candidates:
         raise ValueError("compare() needs at least one callable: compare({'eager': f, 'graph': g})")
     machine.require_gpu("Measuring")
+    budget_s *= float(os.environ.get("LABKIT_BUDGET", 1))
     with _gpu_to_ourselves():
         probes = {name: _Probe(fn) for name, fn in candidates.items()}
-        rounds, cpu, began, stopped_by = [], [_Canary.sample()], time.perf_counter(), "budget"
-        while True:
+        rounds, began, stopped_by = [], time.perf_counter(), "budget"
+        while len(rounds) < 3 or time.perf_counter() - began < budget_s:
             names = list(probes) if len(rounds) % 2 else list(reversed(probes))
             samples = {name: probes[name].sample() for name in names}
             rounds.append([samples[name] for name in probes])
-            cpu.append(_Canary.sample())
-            spent, quiet = time.perf_counter() - began, _Canary.quiet(cpu)
-            if len(rounds) % 8 == 0 and spent >= budget_s / 4 and sum(quiet) >= _MIN_QUIET and _widest(rounds, quiet) < target:
+            early = len(rounds) < _MIN_ROUNDS or len(rounds) % 8 or time.perf_counter() - began < budget_s / 4
+            if not early and _widest(rounds) < target:
                 stopped_by = "interval"
                 break
-            if spent > (budget_s if sum(quiet) >= _MIN_QUIET else 3 * budget_s):
-                break
-    kept = np.array(rounds)[quiet if sum(quiet) >= 3 else slice(None)]  # (rounds, candidates, clocks)
-    disturbed = round(1 - sum(quiet) / len(quiet), 3)
-    return Comparison({name: Measurement(name, *(spread(kept[:, i, c]) for c in range(len(CLOCKS))), len(kept), disturbed, stopped_by)
-                       for i, name in enumerate(probes)})
-
-
-class _Canary:
-    """A fixed piece of CPU work, much like what PyTorch does per operation, that tells whether the CPU is ours."""
-
-    best = float("inf")
-    tensor = torch.zeros(1)
-
-    @classmethod
-    def sample(cls):
-        """Return how long the work took, in microseconds."""
-        began = time.perf_counter_ns()
-        for _ in range(100):
-            cls.tensor.add_(1)
-        took = (time.perf_counter_ns() - began) / 1e3
-        cls.best = min(cls.best, took)
-        return took
-
-    @classmethod
-    def quiet(cls, samples):
-        """Say for each round, between two samples, whether neither took over 20 % longer than the best so far."""
-        fine = np.array(samples) <= 1.2 * cls.best
-        return fine[:-1] & fine[1:]
+    clocks = np.array(rounds).transpose(1, 2, 0)  # (candidates, clocks, rounds)
+    return Comparison({name: Measurement(name, *map(spread, samples), len(rounds), stopped_by)
+                       for name, samples in zip(probes, clocks, strict=True)})
 
 
 class _Probe:
@@ -214,23 +186,20 @@ class _Probe:
         return (time.perf_counter_ns() - began) / 1e3 / calls
 
 
-def _widest(rounds, quiet):
+def _widest(rounds):
     """Return the widest interval that decides whether to go on, as a share of its median."""
-    first, *others = np.array(rounds)[quiet][:, :, CLOCKS.index("wall_us")].T
+    first, *others = np.array(rounds)[:, :, CLOCKS.index("wall_us")].T
     return max(spread(first, other).width for other in others) if others else spread(first).width
 
 
 def spread(a, b=None, combine=np.divide):
-    """Return the median of `a` (with `b`: of the two medians, combined) and its interval, resampling blocks of rounds."""
-    a = np.asarray(a, dtype=float)
-    rounds = len(a)
-    block = max(1, math.isqrt(rounds))
-    starts = np.random.default_rng(0).integers(0, rounds - block + 1, (_RESAMPLES, math.ceil(rounds / block)))
-    picks = (starts[:, :, None] + np.arange(block)).reshape(_RESAMPLES, -1)[:, :rounds]
-    point, resampled = np.median(a), np.median(a[picks], axis=1)
-    samples = a
+    """Return the Spread of samples in time order; with `b`, of the two medians combined, resampled together."""
+    a, b = np.asarray(a, dtype=float), None if b is None else np.asarray(b, dtype=float)
+    length = max(1, len(a) // _BLOCKS)
+    starts = np.random.default_rng(0).integers(0, len(a) - length + 1, (_RESAMPLES, -(-len(a) // length)))
+    picks = (starts[:, :, None] + np.arange(length)).reshape(_RESAMPLES, -1)[:, :len(a)]
+    point, resampled, samples = np.median(a), np.median(a[picks], axis=1), a
     if b is not None:
-        b = np.asarray(b, dtype=float)
         point, resampled = combine(point, np.median(b)), combine(resampled, np.median(b[picks], axis=1))
         samples = combine(a, b)
     low, high = np.percentile(resampled, [2.5, 97.5])
