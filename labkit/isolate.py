@@ -79,7 +79,7 @@ def _ask(folder):
             return helper
         except BrokenPipeError:
             helper.wait()
-    raise RuntimeError("the helper of isolated code stops at once; to see why, run: python -m labkit.isolate . ''")
+    raise RuntimeError("the helper of isolated code cannot be reached; restart this kernel")
 
 
 def _start():
@@ -113,7 +113,7 @@ def _wait(helper, folder, timeout_s):
         now = time.monotonic()
         begun = begun or ((folder / "pid").exists() and now)
         if helper.poll() is not None:
-            return "was lost: its helper process is gone"
+            return "was lost: its helper is gone (to see why, run: python -m labkit.isolate . '')"
         if not begun and now - asked > START_LIMIT_S:
             return f"never began: importing torch took over {START_LIMIT_S} s"
         if begun and now - begun > timeout_s:
@@ -134,22 +134,25 @@ def _kill(folder):
 
 def _result(folder, stopped):
     """Put together the Result from the files that the child and the helper left."""
-    read = {path.name: path.read_text("utf-8", "replace") for path in folder.iterdir()}
     try:
-        told = json.loads(read["result"])
+        told = json.loads(_text(folder / "result"))
         ended = stopped or ("raised" if told["error"] else "finished")
-    except (KeyError, ValueError):
-        code = 0 if stopped else os.waitstatus_to_exitcode(int(read["ended"]))
+    except ValueError:  # the child did not get as far
+        code = 0 if stopped else os.waitstatus_to_exitcode(int(_text(folder / "ended")))
         ended = stopped or (f"exited with code {code}" if code >= 0 else f"crashed: {signal.Signals(-code).name}")
         begun = folder / "pid"
         seconds = time.time() - begun.stat().st_mtime if begun.exists() else 0.0
         told = {"outputs": [], "cause": None, "seconds": seconds}
     if ended not in ("finished", "raised"):
-        told |= {"error": f"the child process {ended}"}
-    printed = read.get("printed", "")
+        told["error"] = f"the child process {ended}"
+    printed = _text(folder / "printed")
     if (left_out := len(printed) - KEPT) > 0:
         printed = f"{printed[:KEPT // 2]}\n[... {left_out:,} characters left out ...]\n{printed[-KEPT // 2:]}"
     return Result(stdout=printed, how_it_ended=ended, **told)
+
+
+def _text(path):
+    return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
 # ---- the helper and its children
