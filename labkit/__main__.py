@@ -77,7 +77,7 @@ def lab(args):
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     sys.stdout.flush()
-    os.execve(sys.executable, command, {**os.environ, **machine.writable_environment()})
+    os.execv(sys.executable, command)
 
 
 def find_labs(names, folder):
@@ -100,7 +100,6 @@ def run(args):
     """Execute labs without a browser, live or recorded; keep the executed copies and one page of them all."""
     folder = notebooks_folder()
     labs = find_labs(args.labs, folder / "solutions" if args.solutions else folder)
-    os.environ.update(machine.writable_environment())
     out = Path(args.out or time.strftime("runs/%Y-%m-%dT%H-%M-%S"))
     out.mkdir(parents=True, exist_ok=True)
     print(f"Labs run {'LIVE' if machine.mode().live else 'RECORDED'}: {machine.mode().reason}.")
@@ -208,6 +207,7 @@ def main(argv=None):
     if others and args.command != "lab":
         parser().error(f"unknown: {' '.join(others)}")
     args.jupyter = others
+    os.environ.update(machine.writable_environment())
     try:
         return args.fn(args) or 0
     except (Refusal, machine.NoGPU, OSError) as error:

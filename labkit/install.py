@@ -113,7 +113,8 @@ def install(extras):
     # Some GPU containers pin their own versions in PIP_CONSTRAINT: those are not for .venv.
     env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"} | {"PIP_RETRIES": "2"}
     pip = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", constraints(kept)]
-    steps = (["-q", "setuptools>=77"], ["--no-build-isolation", "-e", target])
+    # The pip that comes with some Pythons is too old to find its way through the pins: renew it first.
+    steps = (["-q", "pip", "setuptools>=77"], ["--no-build-isolation", "-e", target])
     if all(subprocess.run(pip + step, env=env).returncode == 0 for step in steps):
         return True
     link(ROOT, *base)

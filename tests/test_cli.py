@@ -85,7 +85,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(labs, capsys):
 def lab_command(monkeypatch, *arguments):
     """Return (command, environment) that `labkit lab` would become."""
     became = []
-    monkeypatch.setattr(os, "execve", lambda program, command, env: became.append((command, env)))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "execv", lambda program, command: became.append((command, os.environ)))
     monkeypatch.setattr(machine, "doctor", lambda: [])
     assert cli.main(["lab", *arguments]) == 0
     return became[0]

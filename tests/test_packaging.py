@@ -39,11 +39,11 @@ def test_the_pins_are_exact_sorted_out_and_free_of_platforms():
     for name, version in PINS.items():
         assert name == canonicalize_name(name) and re.fullmatch(r"[\w.]+", version)
         assert not TORCH_CUDA.match(name)
-    assert len(PINS) == len([line for line in lines("constraints.txt")])
+    assert len(PINS) == len(lines("constraints.txt"))
 
 
 def test_what_the_dependencies_pull_in_is_pinned_too():
-    """Walk the requirements of everything installed here that labkit asks for."""
+    """Walk the requirements of all that labkit asks for, as installed here; each pin must admit the oldest Python."""
     seen, waiting = set(), [*DIRECT.values(), *EXTRA.values()]
     while waiting:
         need = waiting.pop()
@@ -58,6 +58,8 @@ def test_what_the_dependencies_pull_in_is_pinned_too():
         waiting += [need for need in more
                     if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in extras)]
         assert name in PINS, name
+        python = SpecifierSet(importlib.metadata.metadata(name)["Requires-Python"] or "")
+        assert importlib.metadata.version(name) != PINS[name] or python.contains("3.11.0"), (name, python)
     assert len(seen) > 80
 
 
