@@ -1,6 +1,6 @@
 """From each solution notebook make the learner's copy, and keep both in one canonical form.
 
-Cells tagged `instructor` or `solution` stay out of the learner's copy. Inside a cell, the lines from `# solution` to
+Cells tagged `instructor` or `solution` stay out of the learner's copy; those tagged `this-machine` keep no outputs. Inside a cell, the lines from `# solution` to
 `# end of solution` give way to one stub line, or to nothing right below a line that is a stub (`answer = ...`).
 """
 
@@ -106,7 +106,8 @@ def canonical(notebook):
     for cell in copy.cells:
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k == "tags" and v})
         if cell.cell_type == "code":
-            cell.outputs = nbformat.from_dict(plain_outputs(cell.outputs))
+            about_here = "this-machine" in cell.metadata.get("tags", ())  # what it says is true on one machine only
+            cell.outputs = nbformat.from_dict([] if about_here else plain_outputs(cell.outputs))
             for output in cell.outputs:
                 if output.output_type == "execute_result":
                     output.execution_count = cell.execution_count
