@@ -21,6 +21,9 @@ def helper(monkeypatch):
     isolate.run("pass")
 
 
+ENV = os.environ | {"PYTHONPATH": str(Path(isolate.__file__).parents[1]), "LABKIT_MODE": "recorded"}
+
+
 def gone(pid, within_s=5.0):
     """Say whether a process ends within some seconds."""
     end = time.monotonic() + within_s
@@ -59,8 +62,9 @@ def test_pictures_come_back_shown_or_not_and_also_after_an_error():
 
 
 def test_rich_displays_come_back():
+    bundle = "{'image/png': 'AAAA'}, {'image/png': {'width': 7}}"
     result = isolate.run("import pandas\ndisplay(pandas.DataFrame({'a': [1]}))\nclass Chart:\n"
-                         "    def _repr_mimebundle_(self): return {'image/png': 'AAAA'}, {'image/png': {'width': 7}}\nChart()")
+                         f"    def _repr_mimebundle_(self): return {bundle}\nChart()")
     assert "<table" in result.outputs[0]["data"]["text/html"]
     assert (result.outputs[1]["data"]["image/png"], result.outputs[1]["metadata"]) == ("AAAA", {"image/png": {"width": 7}})
 
@@ -142,8 +146,7 @@ def test_no_temporary_folder_stays(tmp_path, monkeypatch):
 def test_helper_and_child_leave_when_the_parent_is_killed(tmp_path):
     told = tmp_path / "pids"
     source = f"import os, time\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')\ntime.sleep(60)"
-    parent = subprocess.Popen([sys.executable, "-c", f"from labkit import isolate; isolate.run({source!r})"],
-                              env=os.environ | {"PYTHONPATH": str(Path(isolate.__file__).parents[1]), "LABKIT_MODE": "recorded"})
+    parent = subprocess.Popen([sys.executable, "-c", f"from labkit import isolate; isolate.run({source!r})"], env=ENV)
     while not (told.exists() and len(told.read_text().split()) == 2):
         assert parent.poll() is None
         time.sleep(0.05)
@@ -153,9 +156,9 @@ def test_helper_and_child_leave_when_the_parent_is_killed(tmp_path):
 
 
 def test_the_helper_leaves_when_idle(tmp_path):
-    code = f"from labkit import isolate; isolate.IDLE_S = 0.1; isolate._help({str(tmp_path)!r}, '')"
-    helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=tmp_path,
-                              env=os.environ | {"PYTHONPATH": str(Path(isolate.__file__).parents[1])})
+    code = ("import sys; sys.modules['torch'] = None; from labkit import isolate; isolate.IDLE_S = 0.1; "
+            f"isolate._help({str(tmp_path)!r}, '')")
+    helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=tmp_path, env=ENV)
     assert helper.wait(timeout=60) == 0
     assert list(tmp_path.iterdir()) == []
 

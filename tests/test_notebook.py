@@ -34,7 +34,8 @@ class Notebook:
         self.mode(live=False)
 
     def mode(self, live):
-        self.run(f"machine.mode = lambda: machine.Mode({live}, 'NVIDIA Test, driver 1' if {live} else 'no <GPU> here', 'Buy one.')")
+        reason = "NVIDIA Test, driver 1" if live else "no <GPU> here"
+        self.run(f"machine.mode = lambda: machine.Mode({live}, {reason!r}, 'Buy one.')")
         return self.run("labkit.banner()")
 
     def run(self, source, stop_after_s=None):
@@ -133,7 +134,8 @@ def test_a_live_gpu_cell_is_a_cell_like_any_other(live):
     said = live.run("%%gpu\nx = 1\nx / 0")
     assert live.status == "error" and re.search(r"----> 3", re.sub(r"\x1b\[[0-9;]*m", "", said))
     assert "ZeroDivisionError" in said and "notebook.py" not in said
-    assert live.run("%%gpu\nimport inspect\ndef f():\n    return 1\nprint(inspect.getsource(f))") == "def f():\n    return 1\n\n"
+    said = live.run("%%gpu\nimport inspect\ndef f():\n    return 1\nprint(inspect.getsource(f))")
+    assert said == "def f():\n    return 1\n\n"
 
 
 def test_wrong_arguments_are_told(recorded):
@@ -153,7 +155,8 @@ def test_a_name_that_is_missing_gets_one_hint_also_after_many_banners(recorded):
 
 def test_an_isolated_cell_runs_elsewhere(live):
     here = int(live.run("mine = 1\nprint(os.getpid())"))
-    said = live.run("%%isolated\nimport os\nprint(os.getpid(), 'mine' in dir())\nimport matplotlib.pyplot as plt\nplt.plot([1])\n'end'")
+    said = live.run("%%isolated\nimport os\nprint(os.getpid(), 'mine' in dir())\n"
+                    "import matplotlib.pyplot as plt\nplt.plot([1])\n'end'")
     pid, seen = said.splitlines()[0].split()
     assert int(pid) != here and seen == "False"
     assert [kind for kind, _ in live.outputs] == ["stdout", "display_data", "display_data"] and live.status == "ok"
@@ -167,7 +170,8 @@ def test_an_isolated_cell_that_fails_unasked_raises_shortly(live):
 
 def test_expect_wants_just_that_failure(live):
     source = "%%isolated --timeout 0.5 --expect {}\n{}"
-    for text, code in (("'division by zero'", "1 / 0"), ("'timed out'", "while True: pass"), ("SIGSEGV", "import ctypes; ctypes.string_at(0)")):
+    for text, code in (("'division by zero'", "1 / 0"), ("'timed out'", "while True: pass"),
+                       ("SIGSEGV", "import ctypes; ctypes.string_at(0)")):
         said = live.run(source.format(text, code))
         assert live.status == "ok" and text.strip("'") in said
     assert "but it failed in another way" in live.run(source.format("bang", "1 / 0")) and live.status == "error"
@@ -187,7 +191,8 @@ def test_a_recorded_isolated_cell_is_shown_and_its_failure_judged(recorded):
 def test_an_interrupt_ends_the_isolated_cell_and_nothing_else(live):
     told = live.folder / "pid"
     start = time.monotonic()
-    said = live.run(f"%%isolated\nimport os\nopen({str(told)!r}, 'w').write(str(os.getpid()))\nwhile True: pass", stop_after_s=0.7)
+    loop = f"%%isolated\nimport os\nopen({str(told)!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
+    said = live.run(loop, stop_after_s=0.7)
     assert live.status == "error" and "KeyboardInterrupt" in said and time.monotonic() - start < 5
     time.sleep(0.2)
     assert not psutil.pid_exists(int(told.read_text()))

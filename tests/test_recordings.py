@@ -187,8 +187,9 @@ def test_the_hash_follows_names_through_rooms_classes_branches_and_strings(rooms
     rooms(BASE)
     first = rooms("class Spread:\n    def f(self): return 1\ndef spread(fn, n): return Spread()\n", "graphs")
     assert rooms("class Spread:\n    def f(self): return 2\ndef spread(fn, n): return Spread()\n", "graphs") != first
-    first = rooms("try:\n    import x\n    def spread(fn, n): return 1\nexcept ImportError:\n    spread = None\n", "graphs")
-    assert rooms("try:\n    import x\n    def spread(fn, n): return 2\nexcept ImportError:\n    spread = None\n", "graphs") != first
+    branches = "try:\n    import x\n    def spread(fn, n): return 1\nexcept ImportError:\n    spread = None\n"
+    first = rooms(branches, "graphs")
+    assert rooms(branches.replace("return 1", "return 2"), "graphs") != first
     by_string = "from labkit.timing import other as o"
     first = rooms(BASE, source=by_string)
     assert rooms(BASE.replace("return 1", "return 2"), source=by_string) != first
@@ -251,7 +252,8 @@ def test_an_interrupted_write_leaves_the_old_recording(gpu, monkeypatch):
 
 def test_a_dirty_tree_is_refused_and_recordings_do_not_make_it_dirty(gpu, tmp_path):
     def git(*args):
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=t", "-c", "user.email=t@t", *args], check=True, capture_output=True)
+        command = ["git", "-C", tmp_path, "-c", "user.name=t", "-c", "user.email=t@t", *args]
+        subprocess.run(command, check=True, capture_output=True)
     with pytest.raises(RecordingError, match="not under git.*--commit"):
         record._commit(None)
     assert record._commit("handed in") == "handed in"
@@ -267,8 +269,8 @@ def test_a_dirty_tree_is_refused_and_recordings_do_not_make_it_dirty(gpu, tmp_pa
         record._commit("abc")
 
 
-LIVE = ("from labkit import machine\nmachine.mode = lambda: machine.Mode(True, 'NVIDIA Test')\nmachine.gpu_uuid = lambda: None\n"
-        "import labkit; labkit.banner()")
+LIVE = ("from labkit import machine\nmachine.mode = lambda: machine.Mode(True, 'NVIDIA Test')\n"
+        "machine.gpu_uuid = lambda: None\nimport labkit; labkit.banner()")
 
 
 def write_lab(tmp_path, sources):
