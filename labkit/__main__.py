@@ -118,7 +118,7 @@ def run(args):
 
 
 def run_lab(path, out, done):
-    """Run one lab's cells, save the copy however far it came, add it to `done`; return its failure as [line] or []."""
+    """Run one lab's cells, save the copy however far it came, add it to `done`; return its failure: [line] or []."""
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, DeadKernelError
@@ -183,7 +183,7 @@ def build(args):
 
 
 def parser():
-    parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: see what is here, open, run, record.")
+    parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | run | record | build")
     add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
            for fn in (doctor, lab, run, record, build)}

@@ -119,24 +119,28 @@ def _torch_mode(torch):
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
         return Mode(False, f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU", "Unset CUDA_VISIBLE_DEVICES.")
-    supported = _nvml_get("nvmlSystemGetCudaDriverVersion") or 0
-    if 0 < supported // 1000 < int(torch.version.cuda.split(".")[0]):
-        driver = _nvml_get("nvmlSystemGetDriverVersion")
-        can = f"{supported // 1000}.{supported % 1000 // 10}"
-        return Mode(False, f"driver {driver} supports CUDA {can}, too old for {build} (CUDA {torch.version.cuda})",
-                    f"Update the NVIDIA driver, or install a torch built for CUDA {supported // 1000}.", broken=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.cuda.init()
             name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     except Exception as error:  # CUDA reports each of its troubles with another class
-        return Mode(False, f"CUDA does not start: {_first_line(error)}", "See that nvidia-smi works; a restart of "
-                    "the machine mends a driver that was just updated.", broken=True)
+        return _no_start(build, torch.version.cuda, error)
     if not _built_for(capability, torch.cuda.get_arch_list()):
         return Mode(False, f"{build} was not built for {name} (compute capability {capability[0]}.{capability[1]})",
                     f"Install a torch that was: this one knows {', '.join(torch.cuda.get_arch_list())}.", broken=True)
     return Mode(True, f"{name}, driver {_nvml_get('nvmlSystemGetDriverVersion')}, {build}")
+
+
+def _no_start(build, cuda, error):
+    """Tell why CUDA did not start: most often the driver is too old for the build."""
+    supported = _nvml_get("nvmlSystemGetCudaDriverVersion") or 0  # 12040 means CUDA 12.4
+    if 0 < supported // 1000 < int(cuda.split(".")[0]):
+        driver, can = _nvml_get("nvmlSystemGetDriverVersion"), f"{supported // 1000}.{supported % 1000 // 10}"
+        return Mode(False, f"driver {driver} supports CUDA {can}, too old for {build} (CUDA {cuda})",
+                    f"Update the NVIDIA driver, or install a torch built for CUDA {supported // 1000}.", broken=True)
+    return Mode(False, f"CUDA does not start: {_first_line(error)}", "See that nvidia-smi works; a restart of the "
+                "machine mends a driver that was just updated.", broken=True)
 
 
 def _first_line(error):
@@ -272,6 +276,7 @@ def _check_gpu():
 _SMOKE = """
 import torch
 x, stream = torch.zeros(8, device="cuda"), torch.cuda.Stream()
+torch.cuda.synchronize()
 with torch.cuda.stream(stream):
     x.add_(1)
 torch.cuda.synchronize()

@@ -49,7 +49,8 @@ def test_a_good_driver_and_torch_are_live(pretend):
 @pytest.mark.parametrize("torch, driver_cuda, reason, fix, broken", [
     (fake_torch(cuda=None), 13000, "is a CPU build", "pip install --force-reinstall torch", False),
     (fake_torch(hip="6.4"), 13000, "ROCm build", "CUDA build", False),
-    (fake_torch(), 12040, "supports CUDA 12.4, too old for torch 2.11.0+test (CUDA 13.0)", "Update the NVIDIA driver", True),
+    (fake_torch(error=RuntimeError("too old")), 12040,
+     "supports CUDA 12.4, too old for torch 2.11.0+test (CUDA 13.0)", "Update the NVIDIA driver", True),
     (fake_torch(error=RuntimeError("system not yet initialized\nmore")), 13000,
      "CUDA does not start: system not yet initialized", "nvidia-smi", True),
     (fake_torch(capability=(6, 1)), 13000, "not built for NVIDIA Test (compute capability 6.1)", "sm_75", True),
@@ -149,7 +150,7 @@ def check(name):
 
 
 def test_the_doctor_calls_only_what_is_broken_a_problem(pretend):
-    pretend(fake_torch(), 12040)
+    pretend(fake_torch(error=RuntimeError("too old")), 12040)
     pretend.env("LABKIT_MODE", "")
     assert check("mode").status == "problem" and "RECORDED" in check("mode").found
     pretend(fake_torch(cuda=None))

@@ -26,7 +26,8 @@ TORCH_CUDA = re.compile(r"nvidia-(?!ml-py)|triton$|cuda-toolkit")
 
 
 def lines(path):
-    return [line.split("#")[0].strip() for line in (ROOT / path).read_text().splitlines() if line.split("#")[0].strip()]
+    bare = [line.split("#")[0].strip() for line in (ROOT / path).read_text().splitlines()]
+    return [line for line in bare if line]
 
 
 @pytest.mark.parametrize("need", [*DIRECT.values(), *EXTRA.values()], ids=str)
@@ -80,8 +81,8 @@ def test_binder_asks_for_what_recorded_labs_need_under_the_same_pins():
 
 
 def test_repo2docker_accepts_binder():
-    done = subprocess.run([Path(sys.executable).parent / "jupyter-repo2docker", "--no-build", "--debug", "."], cwd=ROOT,
-                          capture_output=True, text=True)
+    program = Path(sys.executable).parent / "jupyter-repo2docker"
+    done = subprocess.run([program, "--no-build", "--debug", "."], cwd=ROOT, capture_output=True, text=True)
     made = done.stdout + done.stderr
     assert done.returncode == 0, made
     assert 'pip install --no-cache-dir -r "binder/requirements.txt"' in made and "RUN ./binder/postBuild" in made
@@ -96,13 +97,12 @@ def test_a_wheel_carries_every_room_and_every_recording(tmp_path):
     shutil.copytree(ROOT / "labkit", source / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
     (source / "labkit/recordings/some-gpu").mkdir(parents=True)
     (source / "labkit/recordings/some-gpu/some.json").write_text("{}")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
-                   check=True)
-    inside = set(zipfile.ZipFile(next(tmp_path.glob("labkit-*.whl"))).namelist())
-    wanted = {str(file.relative_to(source)) for kind in ("*.py", "*.json") for file in (source / "labkit").rglob(kind)}
-    assert wanted <= inside, wanted - inside
-    assert importlib.metadata.PathDistribution(zipfile.Path(next(tmp_path.glob("labkit-*.whl")),
-                                               f"labkit-{labkit.__version__}.dist-info/")).version == labkit.__version__
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path]
+    subprocess.run([*pip, source], check=True)
+    inside = set(zipfile.ZipFile(next(tmp_path.glob(f"labkit-{labkit.__version__}-*.whl"))).namelist())
+    files = [*(source / "labkit").rglob("*.py"), *(source / "labkit").rglob("*.json")]
+    wanted = {str(file.relative_to(source)) for file in files}
+    assert len(wanted) > 10 and wanted <= inside, wanted - inside
 
 
 @pytest.mark.parametrize("target, command", [(name, f"-m labkit {name}") for name in
