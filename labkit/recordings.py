@@ -188,8 +188,8 @@ def provenance(name, document=None, stale=False):
 def live_or_recorded(experiment, params, measure, source):
     """Return the table of an experiment: `measure()` run now on this GPU, or its recording, with provenance in attrs.
 
-    LABKIT_TABLES=recorded asks for the recording also where there is a GPU. `measure` returns rows (dicts); a row's "samples" stay out of the table. Without a GPU, `params` must be the
-    recorded ones (RecordingError otherwise).
+    `measure` returns rows (dicts); a row's "samples" stay out of the table. Without a GPU, or where LABKIT_TABLES is
+    "recorded", it is the recording, and `params` must be the recorded ones (RecordingError otherwise).
     """
     import pandas
 
