@@ -129,8 +129,9 @@ def execute(path, **environment):
     notebook = _read(path)
     client = NotebookClient(notebook, kernel_name="python3", timeout=900, record_timing=False,
                             resources={"metadata": {"path": str(path.parent)}})
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     try:
-        return client.execute(env={**os.environ, **environment})
+        return client.execute(env={**os.environ, "PYTHONPATH": paths, **environment})
     except exceptions.CellExecutionError as error:
         raise BuildError(f"{path.stem}: {error.ename}: {(error.evalue.splitlines() or [''])[0]}") from None
     except (exceptions.DeadKernelError, exceptions.CellTimeoutError) as error:
