@@ -1,7 +1,8 @@
 """From each solution notebook make the learner's copy, and keep both in one canonical form.
 
-Cells tagged `instructor` or `solution` stay out of the learner's copy; those tagged `this-machine` keep no outputs. Inside a cell, the lines from `# solution` to
-`# end of solution` give way to one stub line, or to nothing right below a line that is a stub (`answer = ...`).
+Cells tagged `instructor` or `solution` stay out of the learner's copy; those tagged `this-machine` keep no outputs.
+Inside a cell, the lines from `# solution` to `# end of solution` give way to one stub line, or to nothing right below
+a line that is a stub already (`answer = ...`).
 """
 
 import ast
