@@ -99,7 +99,6 @@ def test_a_learners_copy_runs_and_nothing_is_attempted_yet(path, run):
     solved = code(run(build.NOTEBOOKS / "solutions" / path.name))
     asked = answers(cell for cell in solved if not recordings.is_recorded(cell.source))  # a stub has no recording
     assert answers(cells) == [check.NOT_ATTEMPTED] * len(asked)
-    assert "Not guessed yet" in "\n".join(text_of(cell.outputs) for cell in cells)
 
 
 # ---- rules for cells
