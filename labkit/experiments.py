@@ -31,18 +31,18 @@ def experiment(fn):
 
 def apart(fn):
     """Run an experiment in a child process: the profiler would slow every later launch of this one."""
+    return functools.wraps(fn)(lambda **params: _in_child(fn.__name__, params))
 
-    @functools.wraps(fn)
-    def measure(**params):
-        from labkit import isolate
 
-        result = isolate.run("import json\nfrom labkit import experiments\n"
-                             f"json.dumps(experiments.{fn.__name__}.measure.__wrapped__(**{params!r}))", timeout_s=300)
-        if result.error:
-            raise RuntimeError(f"{fn.__name__} failed in its own process: {result.error}")
-        return json.loads(ast.literal_eval(result.outputs[-1]["data"]["text/plain"]))
+def _in_child(name, params=None):
+    """Return the rows of an experiment measured in a child process; RuntimeError with its first line if it fails."""
+    from labkit import isolate
 
-    return measure
+    result = isolate.run("import inspect, json\nfrom labkit import experiments\n"
+                         f"json.dumps(inspect.unwrap(experiments.{name})(**{params or {}!r}))", timeout_s=300)
+    if result.error:
+        raise RuntimeError(f"{name} failed in its own process: {result.error}")
+    return json.loads(ast.literal_eval(result.outputs[-1]["data"]["text/plain"]))
 
 
 def _pair(model, x):
@@ -53,6 +53,20 @@ def _pair(model, x):
 
     graph = graphs.GraphedCallable(model, x)
     return {"eager": torch.inference_mode()(functools.partial(model, x)), "graph": functools.partial(graph, x)}, graph
+
+
+def _compare_pairs(steps, budget_s):
+    """Time many steps, eager and as graphs, all in the same rounds; yields (key, graph, Comparison of the pair) each.
+
+    `steps` yields (key, model, input). What drifts while a sweep is measured then drifts under all of its points.
+    """
+    from labkit import timing
+
+    pairs = {key: _pair(model, x) for key, model, x in steps}
+    everything = timing.compare({(key, how): call for key, (pair, _) in pairs.items() for how, call in pair.items()},
+                                budget_s=budget_s, target=0)
+    for key, (pair, graph) in pairs.items():
+        yield key, graph, timing.Comparison({how: everything[key, how] for how in pair})
 
 
 def _spread(column, spread):
@@ -67,6 +81,17 @@ def first_win():
 
     pair, graph = _pair(*models.build("mlp", layers=24, width=1024))
     return timing.compare(pair).rows("eager", kernels=len(graph.kernel_names))
+
+
+@experiment
+def repeatability():
+    """Measure first_win in six fresh processes, one after the other: how far do their speedups agree?"""
+    rows = []
+    for run in range(1, 7):
+        eager, graph = _in_child("first_win")
+        rows.append({"run": run, **{k: v for k, v in graph.items() if k.startswith("speedup")},
+                     "eager_wall_us": eager["wall_us"], "graph_wall_us": graph["wall_us"], "stopped_by": graph["stopped_by"]})
+    return rows
 
 
 @experiment
@@ -90,21 +115,18 @@ def launch_cost():
     from labkit import graphs, timing
 
     x = torch.randn(64, 64, device="cuda", dtype=torch.float16)
-    traced = [row["launch_us"] for row in launch_trace.measure()]
-    direct = timing.measure(_bare_launch(graphs.GraphedCallable(lambda: x.add_(1)))).enqueue_us
-    rows = [{"what": "cuLaunchKernel, called directly", "layer": "driver", "kernels": 1, **_spread("cost_us", direct)},
-            {"what": "launch call, as the profiler sees it", "layer": "driver", "kernels": 1,
-             **_spread("cost_us", timing.spread(traced))}]
+    traced = timing.spread([row["launch_us"] for row in launch_trace.measure()])
+    calls = {"x.add_(1)": lambda: x.add_(1), "x + x": lambda: x + x, "x @ x": lambda: x @ x,
+             "F.linear(x, x)": lambda: F.linear(x, x), "F.gelu(x)": lambda: F.gelu(x),
+             "F.layer_norm(x, (64,))": lambda: F.layer_norm(x, (64,)), "torch.softmax(x, -1)": lambda: torch.softmax(x, -1)}
+    kernels = {what: len(graphs.GraphedCallable(call).kernel_names) for what, call in calls.items()}
+    driver = {"cuLaunchKernel, called directly": _bare_launch(graphs.GraphedCallable(calls["x.add_(1)"]))}
     with torch.inference_mode():
-        for what, call in {"x.add_(1)": lambda: x.add_(1), "x + x": lambda: x + x, "x @ x": lambda: x @ x,
-                           "F.linear(x, x)": lambda: F.linear(x, x), "F.gelu(x)": lambda: F.gelu(x),
-                           "F.layer_norm(x, (64,))": lambda: F.layer_norm(x, (64,)),
-                           "torch.softmax(x, -1)": lambda: torch.softmax(x, -1)}.items():
-            kernels = len(graphs.GraphedCallable(call).kernel_names)
-            enqueue = timing.measure(call, budget_s=2.0).enqueue_us
-            rows.append({"what": what, "layer": "torch", "kernels": kernels, **_spread("cost_us", enqueue),
-                         "samples": {"enqueue_us": enqueue.samples}})
-    return rows
+        both = timing.compare(driver | calls, budget_s=8, target=0)
+    rows = [{"what": what, "layer": "driver" if what in driver else "torch", "kernels": kernels.get(what, 1),
+             **_spread("cost_us", m.enqueue_us), "samples": {"enqueue_us": m.enqueue_us.samples}}
+            for what, m in both.measurements.items()]
+    return [{"what": "launch call, as the profiler sees it", "layer": "driver", "kernels": 1, **_spread("cost_us", traced)}, *rows]
 
 
 def _bare_launch(graph):
@@ -144,11 +166,13 @@ def matmul_crossover():
 
     from labkit import timing
 
-    rows = []
-    for size in (16, 64, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192):
+    def product(size):
         a, b, out = (torch.randn(size, size, device="cuda", dtype=torch.float16) for _ in range(3))
-        rows.append(timing.measure(lambda: torch.mm(a, b, out=out), name="matmul", budget_s=1.5).row(size=size))
-    return rows
+        return lambda: torch.mm(a, b, out=out)
+
+    sizes = (16, 64, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
+    both = timing.compare({size: product(size) for size in sizes}, budget_s=10, target=0)
+    return [both[size].row(size=size) | {"name": "matmul"} for size in sizes]
 
 
 @experiment
@@ -169,20 +193,25 @@ def step_saving():
     from labkit import graphs, models, timing
 
     x = torch.randn(64, 64, device="cuda", dtype=torch.float16)
-    launch = timing.measure(lambda: x.add_(1)).enqueue_us
-    driver = timing.measure(_bare_launch(graphs.GraphedCallable(lambda: x.add_(1)))).enqueue_us
+    launches = timing.compare({"torch": lambda: x.add_(1), "driver": _bare_launch(graphs.GraphedCallable(lambda: x.add_(1)))})
+    launch, driver = launches["torch"].enqueue_us.median, launches["driver"].enqueue_us.median
+    steps = (("mlp", 24, 1), ("transformer", 6, 1), ("transformer", 12, 1), ("transformer", 18, 1), ("transformer", 24, 1),
+             ("transformer", 24, 8), ("transformer", 24, 32))
+    built = ((key, *models.build(key[0], layers=key[1], batch=key[2])) for key in steps)
     rows = []
-    for kind, layers, batch in (("mlp", 24, 1), ("transformer", 6, 1), ("transformer", 12, 1), ("transformer", 24, 1),
-                                ("transformer", 24, 8), ("transformer", 24, 32)):
-        pair, graph = _pair(*models.build(kind, layers=layers, batch=batch))
-        both, kernels = timing.compare(pair), len(graph.kernel_names)
+    for (kind, layers, batch), graph, both in _compare_pairs(built, budget_s=20):
+        kernels = len(graph.kernel_names)
         rows.append({"model": kind, "layers": layers, "batch": batch, "kernels": kernels,
-                     "launch_us": launch.median, "driver_launch_us": driver.median,
+                     "launch_us": launch, "driver_launch_us": driver,
                      **_spread("eager_wall_us", both["eager"].wall_us), **_spread("graph_wall_us", both["graph"].wall_us),
-                     **_spread("saving_us", both.difference("eager", "graph")),
-                     "predicted_saving_us": kernels * launch.median, **_spread("speedup", both.ratio("eager", "graph")),
-                     "samples": {name: both[name].wall_us.samples for name in pair}})
+                     **_spread("saving_us", both.difference("eager", "graph")), "predicted_saving_us": kernels * launch,
+                     **_spread("speedup", both.ratio("eager", "graph")), "samples": _walls(both)})
     return rows
+
+
+def _walls(both):
+    """Return the raw wall times of a comparison, as kept in a recording."""
+    return {name: m.wall_us.samples for name, m in both.measurements.items()}
 
 
 @experiment
@@ -190,18 +219,21 @@ def idle_sweep():
     """Sweep layers, width and batch of the transformer (32 tokens, float16): how long is the GPU idle in eager mode?"""
     from labkit import models, timing
 
+    def steps():
+        for layers in (2, 8, 24):
+            for width in (256, 512, 1024, 2048):
+                model, x = models.build("transformer", layers=layers, width=width, batch=64, tokens=32)
+                for batch in (1, 8, 64):
+                    yield (layers, width, batch), model, x[:batch].clone()
+
     rows = []
-    for layers in (2, 8, 24):
-        for width in (256, 512, 1024, 2048):
-            for batch in (1, 8, 64):
-                pair, graph = _pair(*models.build("transformer", layers=layers, width=width, batch=batch, tokens=32))
-                both = timing.compare(pair, budget_s=1.0)
-                idle = [max(0.0, 1 - g / w) for g, w in zip(both["eager"].gpu_us.samples, both["eager"].wall_us.samples, strict=True)]
-                rows.append({"layers": layers, "width": width, "batch": batch, "kernels": len(graph.kernel_names),
-                             **_spread("eager_wall_us", both["eager"].wall_us),
-                             **_spread("graph_wall_us", both["graph"].wall_us), **_spread("gpu_us", both["eager"].gpu_us),
-                             **_spread("idle_share", timing.spread(idle)), **_spread("speedup", both.ratio("eager", "graph")),
-                             "samples": {name: both[name].wall_us.samples for name in pair}})
+    for (layers, width, batch), graph, both in _compare_pairs(steps(), budget_s=25):
+        gpu, wall = both["eager"].gpu_us, both["eager"].wall_us
+        idle = timing.spread([max(0.0, 1 - g / w) for g, w in zip(gpu.samples, wall.samples, strict=True)])
+        rows.append({"layers": layers, "width": width, "batch": batch, "kernels": len(graph.kernel_names),
+                     **_spread("eager_wall_us", wall), **_spread("graph_wall_us", both["graph"].wall_us),
+                     **_spread("gpu_us", gpu), **_spread("idle_share", idle), **_spread("speedup", both.ratio("eager", "graph")),
+                     "samples": _walls(both) | {"eager gpu_us": gpu.samples}})
     return rows
 
 
@@ -222,26 +254,28 @@ def replay_cost():
 
     from labkit import graphs, timing
 
-    x, rows = torch.zeros(64, device="cuda"), []
-    for nodes in (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000):
-        graph = graphs.GraphedCallable(lambda: [x.add_(1) for _ in range(nodes)] and None)
-        rows.append(timing.measure(graph.replay, name="replay", budget_s=1.5).row(nodes=len(graph.nodes)))
-    return rows
+    x = torch.zeros(64, device="cuda")
+
+    def chain(nodes):
+        return graphs.GraphedCallable(lambda: [x.add_(1) for _ in range(nodes)] and None)
+
+    made = {nodes: chain(nodes) for nodes in (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)}
+    both = timing.compare({nodes: graph.replay for nodes, graph in made.items()}, budget_s=10, target=0)
+    return [both[nodes].row(nodes=len(graph.nodes)) | {"name": "replay"} for nodes, graph in made.items()]
 
 
 @experiment
 def capture_cost():
     """Compare the one-off cost of a capture, seconds and bytes, with what each replay saves."""
-    from labkit import models, timing
+    from labkit import models
 
     rows = []
-    for layers in (1, 3, 6, 12, 24, 48):
-        pair, graph = _pair(*models.build("transformer", layers=layers))
-        both = timing.compare(pair)
+    built = ((layers, *models.build("transformer", layers=layers)) for layers in (1, 3, 6, 12, 24, 48))
+    for layers, graph, both in _compare_pairs(built, budget_s=15):
         saving = both.difference("eager", "graph")
         rows.append({"layers": layers, "kernels": len(graph.kernel_names), "capture_s": graph.capture_seconds,
                      **_spread("saving_us", saving), "break_even_calls": graph.capture_seconds * 1e6 / saving.median,
-                     "pool_bytes": graph.pool_bytes, "samples": {name: both[name].wall_us.samples for name in pair}})
+                     "pool_bytes": graph.pool_bytes, "samples": _walls(both)})
     return rows
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import chain
 from operator import getitem, itemgetter
 
 import torch
@@ -313,6 +314,7 @@ class _Watched:
     def __init__(self, fn):
         slots = list(_slots(fn, "", 4, set()))
         self._tensors = [s for s in slots if isinstance(s[3], torch.Tensor) and s[3].is_cuda and s[3].layout == torch.strided]
+        self._then = [s[3].data_ptr() for s in self._tensors]
         self._modules = [s for s in slots if isinstance(s[3], torch.nn.Module)]
         modules = {id(m): m for m in (fn, *(s[3] for s in self._modules)) if isinstance(m, torch.nn.Module)}.values()
         self._children = [m._modules for m in modules if m._modules]
@@ -320,15 +322,19 @@ class _Watched:
         known = set(map(id, self._children))
         loose = [s for s in self._modules if id(s[0]) not in known]
         self._parents, self._names, self._loose = ([s[i] for s in loose] for i in (0, 1, 3))
-        self._holders, self._keys = ([s[i] for s in self._tensors] for i in (0, 1))
-        self._pointers, self._indices = [s[3].data_ptr() for s in self._tensors], list(range(len(self._tensors)))
+        whole = [d for m in modules for d in (m._parameters, m._buffers) if d and None not in d.values()]
+        inside = set(map(id, whole))
+        single = [s for s in self._tensors if id(s[0]) not in inside]
+        self._whole, self._holders, self._keys = whole, [s[0] for s in single], [s[1] for s in single]
+        self._pointers = [t.data_ptr() for t in self._now()]
+        self._indices = list(range(len(self._pointers)))
         self._states = [vars(m) for m in modules if m is fn or type(m) not in _INDIFFERENT]
         self._training = list(map(_TRAINING, self._states))
 
     def check(self):
         """Raise ReplayError if a tensor was moved or replaced, a module exchanged, or `training` flipped."""
         try:
-            if (_pointers_equal(list(map(getitem, self._holders, self._keys)), self._pointers, self._indices)
+            if (_pointers_equal(self._now(), self._pointers, self._indices)
                     and self._children == self._children_then
                     and list(map(getitem, self._parents, self._names)) == self._loose
                     and list(map(_TRAINING, self._states)) == self._training):
@@ -337,12 +343,16 @@ class _Watched:
             pass
         raise ReplayError(f"{self._culprit()} since the capture, and the graph would not see it: capture again")
 
+    def _now(self):
+        """List the watched tensors as they are now: whole dicts of modules first, then what is held elsewhere."""
+        return [*chain.from_iterable(map(dict.values, self._whole)), *map(getitem, self._holders, self._keys)]
+
     def _culprit(self):
         """Return what changed, in words."""
         for holder, key, path, module in self._modules:
             if _now(holder, key) is not module:
                 return f"{path} was exchanged"
-        for (holder, key, path, _), pointer in zip(self._tensors, self._pointers, strict=True):
+        for (holder, key, path, _), pointer in zip(self._tensors, self._then, strict=True):
             now = _now(holder, key)
             if not isinstance(now, torch.Tensor) or now.data_ptr() != pointer:
                 return f"{path} was moved or replaced"
