@@ -28,8 +28,8 @@ METHOD = {
     "wall_us": "steady state: a loop of calls between two torch.cuda.synchronize(), divided by the number of calls",
     "warm_up": "at least 3 calls and 0.2 s of each candidate, then rounds",
     "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round",
-    "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each, so "
-                 "that drift within the run counts; a ratio is that of medians",
+    "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each "
+                 "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians",
     "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) is "
             "narrower than 2 %; or at the budget",
     "outside": "garbage collection, allocation of inputs, other measurements on this GPU (a file lock)",
@@ -37,6 +37,7 @@ METHOD = {
 CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
 _BURST_US, _LOOP_US, _MAX_BURST, _MAX_LOOP = 400.0, 3000.0, 64, 2000
 _MIN_ROUNDS, _BLOCKS, _RESAMPLES = 20, 10, 500
+_FEW_BLOCKS = 2.262 / 1.960  # Student's t for ten blocks over the normal quantile
 _SPIN_CYCLES_PER_US = 2000  # at 2 GHz; a slower clock only spins longer
 
 disturbances = []  # what has slowed this process for good, in words: said as a warning before each measurement
@@ -202,8 +203,8 @@ def spread(a, b=None, combine=np.divide):
     if b is not None:
         point, resampled = combine(point, np.median(b)), combine(resampled, np.median(b[picks], axis=1))
         samples = combine(a, b)
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return Spread(float(point), float(low), float(high), tuple(round(float(s), 4) for s in samples))
+    low, high = point + _FEW_BLOCKS * (np.percentile(resampled, [2.5, 97.5]) - point)
+    return Spread(float(point), float(min(low, point)), float(max(high, point)), tuple(round(float(s), 4) for s in samples))
 
 
 @contextlib.contextmanager

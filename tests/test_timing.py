@@ -1,0 +1,107 @@
+"""The clock's arithmetic, its lock and its manners, which need no GPU."""
+
+import contextlib
+import gc
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from labkit import machine, timing
+
+
+@pytest.fixture
+def own_lock(monkeypatch, tmp_path):
+    """Pretend a GPU of our own, whose lock lies in a folder of the test's."""
+    monkeypatch.setattr(machine, "gpu_uuid", lambda: "GPU-test")
+    monkeypatch.setattr(machine, "other_processes", lambda: ())
+    monkeypatch.setattr(timing.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / "labkit-locks" / "GPU-test.lock"
+
+
+def test_a_spread_is_the_median_and_an_interval_around_it():
+    samples = list(np.random.default_rng(1).normal(100, 5, 200))
+    spread = timing.spread(samples)
+    assert spread.median == np.median(samples) and spread.low < spread.median < spread.high
+    assert spread == timing.spread(samples) and len(spread.samples) == 200
+    assert timing.spread([3.0] * 5).width == 0
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say():
+    spreads = [timing.spread(np.random.default_rng(seed).normal(100, 5, 80)) for seed in range(300)]
+    assert 0.91 < np.mean([s.low <= 100 <= s.high for s in spreads]) < 0.99
+    theory = 2 * 1.96 * 1.2533 * 5 / 80**0.5 / 100  # width of the interval of a normal median
+    assert np.mean([s.width for s in spreads]) == pytest.approx(theory, rel=0.15)
+
+
+def test_a_ratio_is_that_of_medians_resampled_together():
+    common = np.random.default_rng(2).uniform(1, 2, 100)  # what hits both alike
+    ratio = timing.spread(3 * common, common)
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((3, 3, 3))
+    alone = np.random.default_rng(3).permutation(common)
+    assert timing.spread(3 * common, alone).width > 0.02
+    assert timing.spread(3 * common, common, np.subtract).median == pytest.approx(2 * np.median(common))
+
+
+def test_drift_within_a_run_widens_the_interval():
+    steps = np.repeat([1.0, 1.6], 100) + np.random.default_rng(4).normal(0, 0.01, 200)
+    mixed = np.random.default_rng(5).permutation(steps)
+    drifting = timing.spread(steps)
+    assert drifting.low < 1.05 and drifting.high > 1.55
+    assert drifting.width >= timing.spread(mixed).width
+
+
+def test_rows_carry_each_clock_the_speedup_and_the_samples():
+    def measured(name, us):
+        return timing.Measurement(name, *(timing.spread([us, us + 1, us + 2]) for _ in range(3)), 3, "budget")
+
+    both = timing.Comparison({"eager": measured("eager", 40.0), "graph": measured("graph", 9.0)})
+    eager, graph = both.rows("eager", size=7)
+    assert graph["wall_us"] == 10 and graph["wall_us_low"] <= 10 <= graph["wall_us_high"] and graph["size"] == 7
+    assert eager["speedup"] == 1 and graph["speedup"] == pytest.approx(4.1)
+    assert graph["samples"]["gpu_us"] == (9.0, 10.0, 11.0) and graph["stopped_by"] == "budget"
+    assert both.difference("eager", "graph").median == 31
+
+
+def test_nothing_to_compare_and_no_gpu_are_said_clearly(monkeypatch):
+    with pytest.raises(ValueError, match="at least one callable"):
+        timing.compare({})
+    monkeypatch.setattr(machine, "mode", lambda: machine.Mode(False, "no NVIDIA driver answers", "Use recordings."))
+    with pytest.raises(machine.NoGPU, match="Measuring needs an NVIDIA GPU: no NVIDIA driver answers"):
+        timing.measure(lambda: None)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_measurement_leaves_things_as_they_were(own_lock, interruption):
+    for collecting in (True, False):
+        (gc.enable if collecting else gc.disable)()
+        with contextlib.suppress(interruption), timing._gpu_to_ourselves():
+            assert not gc.isenabled()
+            raise interruption
+        assert gc.isenabled() == collecting
+        with timing._gpu_to_ourselves():  # the lock is free again
+            pass
+    gc.enable()
+
+
+def test_measurements_on_one_gpu_take_turns(own_lock, capsys):
+    holder = ("import filelock, sys, time\nwith filelock.FileLock(sys.argv[1], mode=0o666):\n"
+              "    print('held', flush=True)\n    time.sleep(1)")
+    with timing._gpu_to_ourselves():
+        pass
+    other = subprocess.Popen([sys.executable, "-c", holder, str(own_lock)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "held\n"
+    with timing._gpu_to_ourselves():
+        assert other.wait(timeout=5) == 0
+    assert "another measurement is running" in capsys.readouterr().out
+    assert own_lock.parent.stat().st_mode & 0o777 == 0o777  # another user may lock, too
+
+
+def test_what_slows_a_measurement_is_said(own_lock, monkeypatch):
+    monkeypatch.setattr(machine, "other_processes", lambda: ("python (pid 7)",))
+    monkeypatch.setattr(timing, "disturbances", ["the profiler ran in this process"])
+    with pytest.warns(UserWarning) as said, timing._gpu_to_ourselves():
+        pass
+    assert [str(w.message) for w in said] == ["times may be too long: the profiler ran in this process",
+                                              "times may be too long: other processes use this GPU: python (pid 7)"]
