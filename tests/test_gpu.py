@@ -307,3 +307,13 @@ def test_a_model_that_does_not_fit_says_so():
     from labkit import models
     with pytest.raises(models.TooLarge, match="GiB of this GPU are free"):
         models.build("mlp", layers=2000, width=65536)
+
+
+def test_the_class_that_lab_20_builds_does_what_the_packaged_one_does(model, x):
+    from labkit import build, recordings
+    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "20_capture_and_replay.ipynb")
+    taught = recordings.code_of(next(cell for cell in cells if "class Graphed:" in cell)).split("\nmine = ")[0]
+    names = {"torch": torch}
+    exec(taught, names)
+    mine, packaged, new = names["Graphed"](model, x), capture(model, x), torch.randn_like(x)
+    assert torch.equal(mine(new), packaged(new)) and torch.equal(mine(new), model(new))
