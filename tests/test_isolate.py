@@ -157,7 +157,7 @@ def test_helper_and_child_leave_when_the_parent_is_killed(tmp_path):
 
 def test_the_helper_leaves_when_idle(tmp_path):
     code = ("import sys; sys.modules['torch'] = None; from labkit import isolate; isolate.IDLE_S = 0.1; "
-            f"isolate._help({str(tmp_path)!r}, '')")
+            "isolate._help('')")
     helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=tmp_path, env=ENV)
     assert helper.wait(timeout=60) == 0
     assert list(tmp_path.iterdir()) == []
