@@ -5,12 +5,15 @@ import functools
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from labkit import build, machine, recordings
+from tqdm import tqdm
+
+from labkit import build, experiments, machine, recordings
 from labkit.recordings import RecordingError
 
 ROOT = Path(__file__).parents[1]
@@ -22,9 +25,12 @@ def record(names=(), commit=None, out=None):
     Needs a GPU and a clean git tree, or `commit` in a copy without git. What was recorded before a failure is kept;
     the RecordingError at the end names what failed.
     """
-    from tqdm import tqdm
     machine.require_gpu("recording")
-    jobs, about = _jobs(names), _about(names, commit)
+    from labkit import timing
+    jobs = _jobs(names)
+    about = {"schema": recordings.SCHEMA, "command": " ".join(["python -m labkit record", *names]),
+             "commit": _commit(commit), "recorded_at": datetime.date.today().isoformat(),
+             "machine": asdict(machine.describe()), "method": dict(timing.METHOD), "params": {}}
     folder = Path(out or recordings.FOLDER) / machine.describe().slug
     paths, failed = [], {}
     for name, job in (bar := tqdm(jobs.items(), unit="recording")):
@@ -43,68 +49,50 @@ def record(names=(), commit=None, out=None):
 
 def _jobs(names):
     """Return {file name: call that measures it} for experiments and labs; an unknown name is a RecordingError."""
-    from labkit import experiments
     jobs = {name: functools.partial(_experiment, fn) for name, fn in experiments.EXPERIMENTS.items()}
     jobs |= {f"lab-{path.stem}": functools.partial(_lab, path) for path in build.solutions()}
-    known = {name.removeprefix("lab-"): name for name in jobs}
-    if unknown := [name for name in names if name.removeprefix("lab-") not in known]:
-        raise RecordingError(f"nothing here is called {', '.join(unknown)}; there are: {', '.join(known)}")
-    return {known[name.removeprefix("lab-")]: jobs[known[name.removeprefix("lab-")]] for name in names} or jobs
-
-
-def _about(names, commit):
-    from labkit import timing
-    return {"schema": recordings.SCHEMA, "command": " ".join(["python -m labkit record", *names]),
-            "commit": _commit(commit), "recorded_at": datetime.date.today().isoformat(),
-            "machine": asdict(machine.describe()), "method": dict(timing.METHOD), "params": {}}
+    known = [name.removeprefix("lab-") for name in jobs]
+    if unknown := set(names) - {*known, *jobs}:
+        raise RecordingError(f"nothing here is called {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
+    return {name: job for name, job in jobs.items() if not names or {name, name.removeprefix("lab-")} & set(names)}
 
 
 def _commit(handed_in):
     """Return the commit that the measuring code stands at: git's on a clean tree, else the one handed in."""
     def git(*args):
         return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
-    try:
-        under_git = git("ls-files", "--error-unmatch", "labkit/recordings.py").returncode == 0
-    except FileNotFoundError:  # no git here
-        under_git = False
-    if not under_git:
+    if not shutil.which("git") or git("ls-files", "--error-unmatch", "labkit/recordings.py").returncode:
         if not handed_in:
             raise RecordingError("this copy is not under git: say which commit it is a copy of, with --commit")
         return handed_in
-    changed = git("status", "--porcelain", "--", ".", ":(exclude)labkit/recordings").stdout.splitlines()
-    if changed:
+    if changed := git("status", "--porcelain", "--", ".", ":(exclude)labkit/recordings").stdout.splitlines():
         raise RecordingError(f"commit first: a recording names the commit it was made with, and {len(changed)} "
                              f"file(s) differ from it ({changed[0][3:]}, ...)")
     return git("rev-parse", "HEAD").stdout.strip()
 
 
 def _experiment(fn):
-    rows = fn.measure()
-    params = {name: parameter.default for name, parameter in inspect.signature(fn).parameters.items()}
-    return {"kind": "experiment", "code_hash": recordings.code_hash(fn.source), "params": params, "rows": rows}
+    return {"kind": "experiment", "code_hash": recordings.code_hash(fn.source), "rows": fn.measure(),
+            "params": {name: parameter.default for name, parameter in inspect.signature(fn).parameters.items()}}
 
 
 def _lab(path):
-    """Run a solution notebook live, on tables just recorded if all are, and return what its recorded cells put out."""
-    from labkit import experiments
+    """Run a solution notebook live, on just recorded tables if all are; return what its recorded cells put out."""
     folder = recordings.FOLDER / machine.describe().slug
     tables = all((folder / f"{name}.json").exists() for name in experiments.EXPERIMENTS)
     given = {"LABKIT_TABLES": "recorded", "LABKIT_RECORDING": folder.name} if tables else {}
-    sources = build.code_cells(path)
-    recorded = [source for source in sources if recordings.is_recorded(source)]
-    if len({recordings.cell_key(source) for source in recorded}) < len(recorded):
+    ran = [cell for cell in build.execute(path, **given).cells
+           if cell.cell_type == "code" and recordings.is_recorded(cell.source)]
+    cells = {recordings.cell_key(cell.source): {"code_hash": recordings.code_hash(cell.source),
+                                                "outputs": build.plain_outputs(cell.outputs)} for cell in ran}
+    if len(cells) < len(ran):
         raise RecordingError("two %%gpu or %%isolated cells of this lab have the same text; make them differ")
-    cells = {}
-    for cell in build.execute(path, **given).cells:
-        if cell.cell_type == "code" and recordings.is_recorded(cell.source):
-            cells[recordings.cell_key(cell.source)] = {"code_hash": recordings.code_hash(cell.source),
-                                                       "outputs": build.plain_outputs(cell.outputs)}
-    return {"kind": "cells", "code_hash": recordings.lab_hash(sources), "cells": cells}
+    return {"kind": "cells", "code_hash": recordings.lab_hash(build.code_cells(path)), "cells": cells}
 
 
 def save(path, document):
     """Write a recording in one stroke, scrubbed of host names and paths, and return its path."""
-    text = json.dumps(build.scrub(document), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+    text = json.dumps(build.scrub(document), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     text = re.sub(r"\[\n[-+\d.eE,\s]+\]", lambda m: " ".join(m[0].split()), text)  # a list of numbers on one line
     path.parent.mkdir(parents=True, exist_ok=True)
     build.write(path, text)

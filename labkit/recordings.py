@@ -12,6 +12,8 @@ import os
 import re
 from pathlib import Path
 
+from labkit import machine
+
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "recordings"
 MEASURING = ("timing", "graphs", "buckets", "models", "decode", "trace", "isolate", "experiments")
@@ -26,24 +28,34 @@ class RecordingError(Exception):
         return [f"RecordingError: {self}"]
 
 
-# ---- which code measured it
-
 def code_hash(source, beside=()):
     """Return a hash of `source` and of all code it reaches by name in the measuring rooms and in the cells `beside`.
 
     Comments, docstrings and blanks do not count, so only changed behaviour asks for a new recording.
     """
-    named, seen, nodes = {}, set(), [ast.parse(code_of(source))]
-    rooms = [Path(__file__).with_name(f"{room}.py") for room in MEASURING]
-    for text in (*(path.read_text("utf-8") for path in rooms if path.exists()), *map(code_of, beside)):
-        for statement in ast.parse(text).body:
-            for name in _defined(statement):
-                named.setdefault(name, []).append(statement)
-    for node in nodes:  # grows while names lead to more code
-        for name in _identifiers(node) & named.keys() - seen:
-            seen.add(name)
-            nodes += named[name]
-    return hashlib.sha256("\n".join(sorted({repr(_shape(node)) for node in nodes})).encode()).hexdigest()[:16]
+    named, reached = {}, ["\n".join(text for _, text in _statements(source))]
+    rooms = [path.read_text("utf-8") for path in Path(__file__).parent.glob("*.py") if path.stem in MEASURING]
+    for names, text in (statement for code in (*rooms, *beside) for statement in _statements(code)):
+        for name in names:
+            named.setdefault(name, []).append(text)
+    for text in reached:  # grows while names, attributes, imports and strings lead to more code
+        for name in re.findall(r"\b(?:id|attr|value|alias\(name)='(?:[\w.]*\.)?(\w+)'", text):
+            reached += named.pop(name, [])
+    return hashlib.sha256("\n".join(sorted(set(reached))).encode()).hexdigest()[:16]
+
+
+def _statements(source):
+    """Yield (names it defines, its tree as text) for each top-level statement of some code, without docstrings."""
+    tree, definitions = ast.parse(code_of(source)), (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, *definitions)) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    for statement in tree.body:  # a def defines its own name only, an assignment, try or if all names in it
+        nodes = [statement] if isinstance(statement, (*definitions, ast.Expr)) else list(ast.walk(statement))
+        names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        names |= {n.name for n in nodes if isinstance(n, definitions)}
+        # Which empty fields a dump shows depends on the version of Python: without them it is the same under each.
+        yield names, re.sub(r"\w+=(\[\]|Load\(\))(, )?", "", ast.dump(statement)).replace(", )", ")")
 
 
 def lab_hash(sources):
@@ -61,42 +73,6 @@ def code_of(source):
     return re.sub(r"\A\s*%%.*", "", source)
 
 
-def _defined(node):
-    """Return the names that a top-level statement defines; a def or class defines its own name only."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return {node.name}
-    if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):
-        return set()
-    stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return stored.union(*(_defined(n) for n in ast.walk(node) if hasattr(n, "name") and n is not node))
-
-
-def _identifiers(node):
-    """Return every name, attribute, imported name and string constant that occurs in a piece of code."""
-    found = set()
-    for n in ast.walk(node):
-        found |= {v for v in (getattr(n, "id", None), getattr(n, "attr", None), getattr(n, "value", None))
-                  if isinstance(v, str)}
-        if isinstance(n, ast.alias):
-            found.add(n.name.rpartition(".")[2])
-    return found
-
-
-def _shape(node):
-    """Return code as nested tuples, without docstrings and positions, the same under every version of Python."""
-    if isinstance(node, list):
-        return tuple(map(_shape, node))
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = {k: v for k, v in ast.iter_fields(node) if v not in (None, []) and k not in ("kind", "type_comment")}
-    if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        if ast.get_docstring(node, clean=False) is not None:
-            fields["body"] = fields["body"][1:]
-    return (type(node).__name__, *((k, _shape(v)) for k, v in sorted(fields.items())))
-
-
-# ---- reading
-
 def available():
     """Return the GPUs that recordings are at hand for, as slugs ("nvidia-h200"), sorted."""
     return sorted({path.parent.name for path in FOLDER.glob("*/*.json")})
@@ -113,17 +89,12 @@ def chosen():
 
 
 def about():
-    """Return {"gpu", "date"} of the recordings in use: the date of the newest one that can be read."""
-    found, trouble = [], RecordingError("")
-    for path in sorted((FOLDER / chosen()).glob("*.json")):
-        try:
-            document = load(path.stem)
-            found.append({"gpu": document["machine"]["gpu"], "date": document["recorded_at"]})
-        except RecordingError as error:
-            trouble = error
-    if not found:
+    """Return the provenance of the newest recording in use that can be read."""
+    documents, trouble = _readable("*.json")
+    if not documents:
         raise trouble
-    return max(found, key=lambda one: one["date"])
+    newest = max(documents, key=lambda document: document["recorded_at"])
+    return provenance(newest["name"], newest)
 
 
 def load(name):
@@ -135,48 +106,55 @@ def load(name):
     return _read(path, path.stat().st_mtime_ns)
 
 
+def _readable(pattern):
+    """Return the recordings in use whose file names fit, and the last error of those that cannot be read, or None."""
+    documents, trouble = [], None
+    for path in sorted((FOLDER / chosen()).glob(pattern)):
+        try:
+            documents.append(load(path.stem))
+        except RecordingError as error:
+            trouble = error
+    return documents, trouble
+
+
 @functools.lru_cache(maxsize=64)
 def _read(path, _changed_at):
-    again = f"restore it from git, or run: python -m labkit record {path.stem.removeprefix('lab-')}"
-    where = f"the recording {path.parent.name}/{path.name}"
     try:
         document = json.loads(path.read_text("utf-8"))
+        wrong = _what_is_wrong(document)
     except (OSError, ValueError) as error:
-        raise RecordingError(f"{where} cannot be read ({error}); {again}") from None
-    if wrong := _what_is_wrong(document):
-        raise RecordingError(f"{where} {wrong.replace('AGAIN', again)}")
+        wrong = f"cannot be read ({error})"
+    if wrong:
+        fix = ("update labkit: git pull, then make lab" if "newer" in wrong else
+               f"restore it from git, or run: python -m labkit record {path.stem.removeprefix('lab-')}")
+        raise RecordingError(f"the recording {path.parent.name}/{path.name} {wrong}; {fix}")
     return document
 
 
 def _what_is_wrong(document):
     """Return what keeps a document from being a recording of this schema ("" if nothing)."""
     if not isinstance(document, dict):
-        return "is not a recording; AGAIN"
+        return "is not a recording"
     schema = document.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
-        return f"has schema {schema}, newer than this labkit's {SCHEMA}; update labkit: git pull, then make lab"
-    if schema is not None and schema != SCHEMA:
-        return f"has schema {schema!r} and this labkit reads {SCHEMA}; AGAIN"
+    if isinstance(schema, int) and schema != SCHEMA:
+        return f"has schema {schema}, {'newer' if schema > SCHEMA else 'older'} than this labkit's {SCHEMA}"
     fields = FIELDS | ({"cells": dict} if document.get("kind") == "cells" else {"rows": list})
     for field, kind in fields.items():
-        if field not in document:
-            return f"has no field {field!r}; AGAIN"
-        if not isinstance(document[field], kind):
-            return f"has a field {field!r} that is no {kind.__name__}; AGAIN"
+        if not isinstance(document.get(field), kind):
+            return f"has {'a wrong' if field in document else 'no'} field {field!r} (it is a {kind.__name__})"
     if not isinstance(document["machine"].get("gpu"), str):
-        return "does not say which GPU it was measured on; AGAIN"
-    if not all(isinstance(row, dict) for row in document.get("rows", ())):
-        return "has rows that are no dicts; AGAIN"
-    for cell in document.get("cells", {}).values():
-        if not isinstance(cell, dict) or {"code_hash": str, "outputs": list} != {k: type(v) for k, v in cell.items()}:
-            return "has a cell without code_hash or outputs; AGAIN"
+        return "does not say which GPU it was measured on"
+    parts = [*document.get("rows", ()), *document.get("cells", {}).values()]
+    if not all(isinstance(part, dict) for part in parts):
+        return "has rows or cells that are no dicts"
+    if "cells" in fields and any({"code_hash", "outputs"} - part.keys() for part in parts):
+        return "has a cell without code_hash or outputs"
     return ""
 
 
 def provenance(name, document=None, stale=False):
     """Return where a table or output comes from, as a dict: this machine's GPU now, or the recording `document`."""
     if document is None:
-        from labkit import machine
         gpu, date = machine.describe().gpu, datetime.date.today().isoformat()
         label = f"LIVE on {gpu}"
     else:
@@ -192,48 +170,31 @@ def live_or_recorded(experiment, params, measure, source):
     "recorded", it is the recording, and `params` must be the recorded ones (RecordingError otherwise).
     """
     import pandas
-
-    from labkit import machine
     if machine.mode().live and os.environ.get("LABKIT_TABLES") != "recorded":
         rows, told = measure(), provenance(experiment)
     else:
         document = load(experiment)
         if json.loads(json.dumps(params)) != document["params"]:
-            raise RecordingError(f"{experiment} was recorded with {_spell(document['params'])}, not with "
-                                 f"{_spell(params)}; other values need an NVIDIA GPU")
+            raise RecordingError(f"{experiment} was recorded with {document['params']}, not with {params}; "
+                                 "other values need an NVIDIA GPU")
         rows, told = document["rows"], provenance(experiment, document, document["code_hash"] != code_hash(source))
     table = pandas.DataFrame([{k: v for k, v in row.items() if k != "samples"} for row in rows])
     table.attrs["provenance"] = told
     return table
 
 
-def _spell(params):
-    return ", ".join(f"{k}={v}" for k, v in params.items()) or "no parameters"
-
-
-def samples(experiment):
-    """Return the raw samples of a recorded experiment: one entry per row of its table ([] where a row kept none)."""
-    return [row.get("samples", []) for row in load(experiment)["rows"]]
-
-
 def cell_key(source):
     """Return the key of a cell: a hash of its text, blind to blanks at line ends and around it."""
-    lines = [line.rstrip() for line in source.strip().splitlines()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    text = "\n".join(line.rstrip() for line in source.strip().splitlines())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def cell_outputs(source):
     """Return (provenance, outputs) of the recorded cell with exactly this text, or None when there is none."""
-    key, damaged = cell_key(source), None
-    for path in sorted((FOLDER / chosen()).glob("lab-*.json")):
-        try:
-            document = load(path.stem)
-        except RecordingError as error:  # matters only if no other file has the cell
-            damaged = error
-            continue
-        if cell := document["cells"].get(key):
+    documents, damaged = _readable("lab-*.json")
+    for document in documents:
+        if cell := document["cells"].get(cell_key(source)):
             stale = cell["code_hash"] != code_hash(source)
-            return provenance(path.stem.removeprefix("lab-"), document, stale), cell["outputs"]
-    if damaged:
+            return provenance(document["name"].removeprefix("lab-"), document, stale), cell["outputs"]
+    if damaged:  # it may have been in there
         raise damaged
-    return None
