@@ -4,17 +4,19 @@ import copy
 import math
 from contextlib import contextmanager
 
+from labkit import claims
+
 NOT_ATTEMPTED, NOT_YET, CORRECT = "○ not attempted", "✗ not yet", "✓ correct"
 
 
 def guess(guess, actual, unit=""):
     """Print a guess beside what was measured; any guess is fine, also none."""
-    guess, actual = _plain(guess), _plain(actual)
-    measured = f"Measured: {_said(actual)}{unit and ' ' + unit}."
+    guess, actual, unit = _plain(guess), _plain(actual), unit and f" {unit}"
+    measured = f"Measured: {_said(actual)}{unit}."
     if guess is ... or guess is None:
         print(f"{measured} Not guessed yet: put a guess in place of ... and run both cells again.")
-        return
-    print(f"Your guess: {_said(guess)}{unit and ' ' + unit}. {measured} {_distance(guess, actual)}".rstrip())
+    else:
+        print(f"Your guess: {_said(guess)}{unit}. {measured} {_distance(guess, actual)}")
 
 
 def _distance(guess, actual):
@@ -24,11 +26,8 @@ def _distance(guess, actual):
         return "Exactly."
     if guess * actual <= 0:
         return f"You were {_said(abs(guess - actual))} away."
-    factor = max(guess / actual, actual / guess)
-    side = "low" if abs(guess) < abs(actual) else "high"
-    return ("Very close." if factor <= 1.1 else "Close." if factor <= 1.5 else
-            f"Too {side} by a factor of {factor:.1f}: the right order." if factor <= 3.2 else
-            f"Too {side} by a factor of {factor:,.0f}: that is worth remembering.")
+    factor, side = max(guess / actual, actual / guess), "low" if abs(guess) < abs(actual) else "high"
+    return "Close." if factor <= 1.5 else f"Too {side} by a factor of {factor:,.{1 if factor < 10 else 0}f}."
 
 
 def value(name, answer, expected, rel=0.02, hints=None):
@@ -36,35 +35,28 @@ def value(name, answer, expected, rel=0.02, hints=None):
 
     `hints` maps a wrong answer, or a function of the answer that is true for wrong ones, to what to say.
     """
-    answer, expected = _plain(answer), _plain(expected)
-    if answer is ... or answer is None:
-        _say(NOT_ATTEMPTED, name)
-    elif _same(answer, expected, rel):
-        _say(CORRECT, name)
-    else:
-        _say(NOT_YET, name, _hint(answer, hints, rel) or _off(answer, expected, rel))
+    _say(name, *_judged(_plain(answer), _plain(expected), rel, hints))
 
 
 def function(name, fn, cases, rel=0.02, hints=None):
     """Check a function on `cases`, a list of (arguments, expected); a stub that returns nothing is not attempted."""
-    if fn is ... or fn is None:
-        return _say(NOT_ATTEMPTED, name)
     for i, (args, expected) in enumerate(cases):
         args = args if isinstance(args, tuple) else (args,)
         call = f"{name}({', '.join(map(_said, map(_plain, args)))})"
         try:
-            answer = _plain(fn(*copy.deepcopy(args)))
-        except Exception as error:
-            stub = isinstance(error, NotImplementedError) or "ellipsis" in str(error).lower()
-            if stub and i == 0:
-                return _say(NOT_ATTEMPTED, name)
-            return _say(NOT_YET, name, f"{call} raised {type(error).__name__}: {error}")
-        if answer is ... or answer is None:
-            return _say(NOT_YET, name, f"{call} returned nothing") if i else _say(NOT_ATTEMPTED, name)
-        if not _same(answer, _plain(expected), rel):
-            why = _hint(answer, hints, rel) or _off(answer, _plain(expected), rel)
-            return _say(NOT_YET, name, f"{call} gave {_said(answer)}: {why}")
-    return _say(CORRECT, name)
+            answer = _plain((fn or ...)(*copy.deepcopy(args)))
+        except Exception as error:  # using the ... of a stub raises an error that says "ellipsis"
+            if not isinstance(error, NotImplementedError) and "ellipsis" not in str(error).lower():
+                return _say(name, NOT_YET, f"{call} raised {type(error).__name__}: {error}")
+            answer = ...
+        verdict, why = _judged(answer, _plain(expected), rel, hints)
+        if verdict == NOT_ATTEMPTED and i > 0:
+            verdict, why = NOT_YET, f"{call} returned nothing"
+        elif verdict == NOT_YET:
+            why = f"{call} gave {_said(answer)}: {why}"
+        if verdict != CORRECT:
+            return _say(name, verdict, why)
+    _say(name, CORRECT)
 
 
 @contextmanager
@@ -76,26 +68,31 @@ def expect_error(fragment):
     try:
         yield
     except Exception as error:
-        behind, seen = error, []
-        while behind is not None and behind not in seen:
-            seen.append(behind)
+        behind = error
+        while behind:
             if fragment.lower() in f"{type(behind).__name__}: {behind}".lower():
-                print(f"As expected, this fails. {type(behind).__name__}: {_first_line(behind)}")
-                return
+                return print(f"As expected, this fails. {type(behind).__name__}: {_first_line(behind)}")
             behind = behind.__cause__ or behind.__context__
         raise AssertionError(f"expected an error that says {fragment!r}, not: {_first_line(error)}") from error
     raise AssertionError(f"expected an error that says {fragment!r}, but nothing was raised")
 
 
-def claim(id, *tables):
-    """Print what the tables say about one of the article's claims."""
-    from labkit import claims
-
-    print(claims.judge(id, *tables))
+def claim(id, table=None):
+    """Print what a table says about one of the article's claims."""
+    print(claims.judge(id, table))
 
 
-def _say(answer, name, hint=""):
-    print(f"{answer}: {name}{hint and '. Hint: ' + hint.rstrip('.') + '.'}")
+def _say(name, verdict, hint=""):
+    print(f"{verdict}: {name}{hint and '. Hint: ' + hint.rstrip('.') + '.'}")
+
+
+def _judged(answer, expected, rel, hints):
+    """Return which of the three answers to give, and a hint for a wrong one."""
+    if answer is ... or answer is None:
+        return NOT_ATTEMPTED, ""
+    if _same(answer, expected, rel):
+        return CORRECT, ""
+    return NOT_YET, _hint(answer, hints, rel) or _off(answer, expected, rel)
 
 
 def _plain(value):
@@ -110,20 +107,13 @@ def _is_number(value):
 
 
 def _same(answer, expected, rel):
-    if isinstance(answer, list) and len(answer) == 1 and not isinstance(expected, list):
-        answer = answer[0]
     if isinstance(expected, list):
         return isinstance(answer, list) and len(answer) == len(expected) and all(
             _same(a, e, rel) for a, e in zip(answer, expected, strict=True))
-    if _is_number(expected) and isinstance(answer, str):
-        try:
-            answer = float(answer.replace(",", ""))
-        except ValueError:
-            return False
+    answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer  # a tensor of one number
     if _is_number(expected):
         return _is_number(answer) and math.isclose(answer, expected, rel_tol=rel, abs_tol=1e-12)
-    if isinstance(expected, str):
-        return isinstance(answer, str) and answer.strip().casefold() == expected.strip().casefold()
+    answer, expected = (v.strip().casefold() if isinstance(v, str) else v for v in (answer, expected))
     return type(answer) is type(expected) and answer == expected
 
 
@@ -139,19 +129,19 @@ def _hint(answer, hints, rel):
 
 def _off(answer, expected, rel):
     """Say what is off about a wrong answer without giving the right one away."""
-    kinds = {bool: "True or False", str: "a word", list: "a list"}
-    want, got = (kinds.get(type(v), "a number" if _is_number(v) else type(v).__name__) for v in (expected, answer))
+    kinds = {bool: "True or False", int: "a number", float: "a number", str: "a word", list: "a list"}
+    want, got = (kinds.get(type(v), type(v).__name__) for v in (expected, answer))
     if want != got:
         return f"this should be {want}, and is {got}"
-    if isinstance(expected, list):
+    if want == "a list":
         if len(answer) != len(expected):
             return f"this should have {len(expected)} items, and has {len(answer)}"
         i = next(i for i, (a, e) in enumerate(zip(answer, expected, strict=True)) if not _same(a, e, rel))
         return f"the first item that is off is number {i}: {_off(answer[i], expected[i], rel)}"
-    if not _is_number(expected):
+    if want != "a number" or math.isnan(answer):
         return f"{_said(answer)} is not it"
-    if math.isnan(answer) or answer * expected < 0:
-        return "the sign is off" if answer * expected < 0 else "this is not a number (nan)"
+    if answer * expected < 0:
+        return "the sign is off"
     for power in (1e3, 1e6, 1e9):
         if any(math.isclose(answer * p, expected, rel_tol=0.05) for p in (power, 1 / power)):
             return f"off by a factor of {power:,.0f}: which unit is asked for?"
