@@ -7,9 +7,9 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_ROOMS = ("machine", "timing", "explain", "graphs", "models", "trace", "isolate", "experiments", "recordings", "record", "claims", "charts",
-          "notebook", "check", "build")
-_NAMES = {"banner": "notebook", "GraphedCallable": "graphs", "CaptureError": "graphs", "measure": "timing",
+_ROOMS = ("machine", "timing", "explain", "watch", "graphs", "models", "trace", "isolate", "experiments", "recordings",
+          "record", "claims", "charts", "notebook", "check", "build")
+_NAMES = {"banner": "notebook", "GraphedCallable": "graphs", "CaptureError": "graphs", "ReplayError": "graphs", "measure": "timing",
           "compare": "timing", "doctor": "machine", "NoGPU": "machine", "RecordingError": "recordings"}
 
 __all__ = [*_ROOMS, *_NAMES]

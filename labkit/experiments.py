@@ -8,6 +8,7 @@ import ast
 import functools
 import inspect
 import json
+from dataclasses import replace
 
 from labkit import recordings
 
@@ -46,27 +47,34 @@ def _in_child(name, params=None):
 
 
 def _pair(model, x):
-    """Return the same step eager and as a graph, {name: callable}, and the graph."""
-    import torch
-
+    """Return the same step eager and as a graph, {name: callable}, and the graph; to be called in inference mode."""
     from labkit import graphs
 
     graph = graphs.GraphedCallable(model, x)
-    return {"eager": torch.inference_mode()(functools.partial(model, x)), "graph": functools.partial(graph, x)}, graph
+    return {"eager": functools.partial(model, x), "graph": functools.partial(graph, x)}, graph
 
 
-def _compare_pairs(steps, budget_s):
+def _compare_pairs(steps, budget_s, target=0):
     """Time many steps, eager and as graphs, all in the same rounds; yields (key, graph, Comparison of the pair) each.
 
-    `steps` yields (key, model, input). What drifts while a sweep is measured then drifts under all of its points.
+    `steps` lists (key, options of models.build). What drifts while a sweep is measured then drifts under all of its
+    points. A step that does not fit on the GPU is left out, and said to be.
     """
-    from labkit import timing
+    import torch
 
-    pairs = {key: _pair(model, x) for key, model, x in steps}
-    everything = timing.compare({(key, how): call for key, (pair, _) in pairs.items() for how, call in pair.items()},
-                                budget_s=budget_s, target=0)
+    from labkit import models, timing
+
+    pairs = {}
+    for key, options in steps:
+        try:
+            pairs[key] = _pair(*models.build(**options))
+        except (models.TooLarge, torch.OutOfMemoryError) as error:
+            print(f"Left out: {key}: {str(error).splitlines()[0]}")
+    with torch.inference_mode():
+        everything = timing.compare({(key, how): call for key, (pair, _) in pairs.items() for how, call in pair.items()},
+                                    budget_s=budget_s, target=target)
     for key, (pair, graph) in pairs.items():
-        yield key, graph, timing.Comparison({how: everything[key, how] for how in pair})
+        yield key, graph, timing.Comparison({how: replace(everything[key, how], name=how) for how in pair})
 
 
 def _spread(column, spread):
@@ -77,17 +85,17 @@ def _spread(column, spread):
 @experiment
 def first_win():
     """Time 24 linear layers, 1,024 wide, batch 1, float16, eager and as a graph (copy in, replay, clone out)."""
-    from labkit import models, timing
-
-    pair, graph = _pair(*models.build("mlp", layers=24, width=1024))
-    return timing.compare(pair).rows("eager", kernels=len(graph.kernel_names))
+    (_, graph, both), = _compare_pairs([("mlp", {"kind": "mlp"})], budget_s=5, target=0.02)
+    return both.rows("eager", kernels=len(graph.kernel_names))
 
 
 @experiment
 def repeatability():
     """Measure first_win in six fresh processes, one after the other: how far do their speedups agree?"""
+    from tqdm import tqdm
+
     rows = []
-    for run in range(1, 7):
+    for run in tqdm(range(1, 7), desc="measuring, process", leave=False):
         eager, graph = _in_child("first_win")
         rows.append({"run": run, **{k: v for k, v in graph.items() if k.startswith("speedup")},
                      "eager_wall_us": eager["wall_us"], "graph_wall_us": graph["wall_us"], "stopped_by": graph["stopped_by"]})
@@ -136,24 +144,31 @@ def _bare_launch(graph):
 
     node = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_graph), 1)[1][0]
     p = driver.cuGraphKernelNodeGetParams(node)[1]
+    kernel = p.func if int(p.func) else driver.CUfunction(int(p.kern))
     stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
     shape = (p.gridDimX, p.gridDimY, p.gridDimZ, p.blockDimX, p.blockDimY, p.blockDimZ, p.sharedMemBytes, stream)
-    return lambda: driver.cuLaunchKernel(p.func, *shape, p.kernelParams, 0) and graph  # the graph owns the arguments
+
+    def launch(graph=graph):  # the graph owns the arguments
+        return driver.cuLaunchKernel(kernel, *shape, p.kernelParams, 0)
+
+    status, = launch()
+    if int(status):
+        raise RuntimeError(f"the driver did not launch the kernel: {status.name}")
+    return launch
 
 
 @experiment
 @apart
 def profiler_cost():
     """Time the same eager step and the same replay before and after the profiler has run once in the process."""
-    import warnings
+    import torch
 
     from labkit import models, timing, trace
 
     pair, _ = _pair(*models.build("mlp"))
-    before = timing.compare(pair)
-    trace.record(pair["eager"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the profiler ran: it is what this measures
+    with torch.inference_mode():
+        before = timing.compare(pair)
+        trace.record(pair["eager"])
         after = timing.compare(pair)
     return [row | {"how": f"{row['name']}, {when}", "profiled": profiled}
             for when, both, profiled in (("before", before, False), ("after", after, True)) for row in both.rows("eager")]
@@ -179,10 +194,13 @@ def matmul_crossover():
 @apart
 def step_trace():
     """Profile one step of a 24-layer transformer (width 1,024, 128 tokens, batch 1, float16), eager and as a graph."""
+    import torch
+
     from labkit import models, trace
 
     pair, _ = _pair(*models.build("transformer"))
-    return [row for how, call in pair.items() for row in trace.record(call).rows(how=how)]
+    with torch.inference_mode():
+        return [row for how, call in pair.items() for row in trace.record(call).rows(how=how)]
 
 
 @experiment
@@ -190,16 +208,18 @@ def step_saving():
     """Compare what a graph saves per step with what kernels times launch cost would predict."""
     import torch
 
-    from labkit import graphs, models, timing
+    from labkit import graphs, timing
 
     x = torch.randn(64, 64, device="cuda", dtype=torch.float16)
-    launches = timing.compare({"torch": lambda: x.add_(1), "driver": _bare_launch(graphs.GraphedCallable(lambda: x.add_(1)))})
+    with torch.inference_mode():
+        launches = timing.compare({"torch": lambda: x.add_(1),
+                                   "driver": _bare_launch(graphs.GraphedCallable(lambda: x.add_(1)))})
     launch, driver = launches["torch"].enqueue_us.median, launches["driver"].enqueue_us.median
     steps = (("mlp", 24, 1), ("transformer", 6, 1), ("transformer", 12, 1), ("transformer", 18, 1), ("transformer", 24, 1),
              ("transformer", 24, 8), ("transformer", 24, 32))
-    built = ((key, *models.build(key[0], layers=key[1], batch=key[2])) for key in steps)
     rows = []
-    for (kind, layers, batch), graph, both in _compare_pairs(built, budget_s=20):
+    for (kind, layers, batch), graph, both in _compare_pairs(
+            [((kind, layers, batch), {"kind": kind, "layers": layers, "batch": batch}) for kind, layers, batch in steps], budget_s=20):
         kernels = len(graph.kernel_names)
         rows.append({"model": kind, "layers": layers, "batch": batch, "kernels": kernels,
                      "launch_us": launch, "driver_launch_us": driver,
@@ -217,17 +237,13 @@ def _walls(both):
 @experiment
 def idle_sweep():
     """Sweep layers, width and batch of the transformer (32 tokens, float16): how long is the GPU idle in eager mode?"""
-    from labkit import models, timing
+    from labkit import timing
 
-    def steps():
-        for layers in (2, 8, 24):
-            for width in (256, 512, 1024, 2048):
-                model, x = models.build("transformer", layers=layers, width=width, batch=64, tokens=32)
-                for batch in (1, 8, 64):
-                    yield (layers, width, batch), model, x[:batch].clone()
-
+    points = [(layers, width, batch) for layers in (2, 8, 24) for width in (256, 512, 1024, 2048) for batch in (1, 8, 64)]
     rows = []
-    for (layers, width, batch), graph, both in _compare_pairs(steps(), budget_s=25):
+    for (layers, width, batch), graph, both in _compare_pairs(
+            [(point, dict(zip(("kind", "layers", "width", "batch", "tokens"), ("transformer", *point, 32), strict=True)))
+             for point in points], budget_s=25):
         gpu, wall = both["eager"].gpu_us, both["eager"].wall_us
         idle = timing.spread([max(0.0, 1 - g / w) for g, w in zip(gpu.samples, wall.samples, strict=True)])
         rows.append({"layers": layers, "width": width, "batch": batch, "kernels": len(graph.kernel_names),
@@ -269,12 +285,13 @@ def capture_cost():
     """Compare the one-off cost of a capture, seconds and bytes, with what each replay saves."""
     from labkit import models
 
+    _pair(*models.build("transformer", layers=1))  # the first capture of a process also loads libraries
     rows = []
-    built = ((layers, *models.build("transformer", layers=layers)) for layers in (1, 3, 6, 12, 24, 48))
-    for layers, graph, both in _compare_pairs(built, budget_s=15):
-        saving = both.difference("eager", "graph")
-        rows.append({"layers": layers, "kernels": len(graph.kernel_names), "capture_s": graph.capture_seconds,
-                     **_spread("saving_us", saving), "break_even_calls": graph.capture_seconds * 1e6 / saving.median,
+    for layers, graph, both in _compare_pairs(
+            [(layers, {"kind": "transformer", "layers": layers}) for layers in (1, 3, 6, 12, 24, 48)], budget_s=15):
+        saving, seconds = both.difference("eager", "graph"), graph.capture_seconds
+        rows.append({"layers": layers, "kernels": len(graph.kernel_names), "capture_s": seconds, **_spread("saving_us", saving),
+                     "break_even_calls": seconds * 1e6 / saving.median if saving.median > 0 else None,
                      "pool_bytes": graph.pool_bytes, "samples": _walls(both)})
     return rows
 
@@ -309,12 +326,13 @@ def same_operations():
 
     from labkit import models, trace
 
-    model, x = models.build("transformer")
-    pair, _ = _pair(model, x)
-    eager, graph = (trace.record(call) for call in pair.values())
+    pair, _ = _pair(*models.build("transformer"))
+    with torch.inference_mode():
+        equal = torch.equal(pair["eager"](), pair["graph"]())
+        eager, graph = (trace.record(call) for call in pair.values())
     names = [[k.name for k in t.kernels if not k.name.startswith(("Memcpy", "Memset"))] for t in (eager, graph)]
     copies = [len(t) - len(n) for t, n in zip((eager, graph), names, strict=True)]
-    return [{"check": "outputs equal, bit for bit", "result": torch.equal(pair["eager"](), pair["graph"]()), "detail": ""},
+    return [{"check": "outputs equal, bit for bit", "result": equal, "detail": ""},
             {"check": "same kernels, same order", "result": names[0] == names[1],
              "detail": f"{len(names[0])} kernels eager, {len(names[1])} replayed"},
             {"check": "copies around the graph: input in, output out", "result": copies[1] > copies[0],
@@ -386,7 +404,7 @@ def wrapper_cost():
 
     from labkit import graphs, models, timing
 
-    (model, x), (again, _) = (models.build("mlp", layers=24, width=1024) for _ in range(2))
+    (model, x), (again, _) = (models.build("mlp") for _ in range(2))
     ours, buffers = graphs.GraphedCallable(model, x), graphs.GraphedCallable(model, x, clone=False)
     theirs, compiled = torch.cuda.make_graphed_callables(again, (x,)), torch.compile(model, mode="reduce-overhead")
     new = torch.randn_like(x)
@@ -396,10 +414,15 @@ def wrapper_cost():
         ours.replay()
         return ours.outputs[0].clone()
 
+    calls = {"make_graphed_callables": lambda: theirs(new), "GraphedCallable": lambda: ours(new),
+             "GraphedCallable, clone=False": lambda: buffers(new), "copy, replay, clone by hand": by_hand,
+             "bare replay": ours.replay, "torch.compile, reduce-overhead": lambda: compiled(new)}
     with torch.inference_mode():
-        both = timing.compare({"make_graphed_callables": lambda: theirs(new), "GraphedCallable": lambda: ours(new),
-                               "GraphedCallable, clone=False": lambda: buffers(new), "copy, replay, clone by hand": by_hand,
-                               "bare replay": ours.replay, "torch.compile, reduce-overhead": lambda: compiled(new)},
-                              budget_s=10)
+        try:
+            compiled(new)
+        except Exception as error:  # no C compiler, or a GPU that Triton does not know
+            print(f"Left out: torch.compile: {str(error).splitlines()[0]}")
+            del calls["torch.compile, reduce-overhead"]
+        both = timing.compare(calls, budget_s=10, target=0)
     by_hand_us = both["copy, replay, clone by hand"].enqueue_us.median
     return [row | {"python_us": row["enqueue_us"] - by_hand_us} for row in both.rows("make_graphed_callables")]

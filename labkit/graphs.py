@@ -1,30 +1,25 @@
 """Capture a callable once as a CUDA graph, replay it with new inputs, and refuse whatever would be silently wrong."""
 
 import ctypes
-import dis
 import gc
 import re
+import threading
 import time
-import types
+import traceback
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import chain
-from operator import getitem, itemgetter
 
 import torch
 from torch.utils import _pytree as pytree
 
 from labkit import machine
 from labkit.explain import CaptureError
+from labkit.watch import ReplayError, Watched, slots
 
-_TRAINING = itemgetter("training")
-_INDIFFERENT = {torch.nn.Linear, torch.nn.ReLU, torch.nn.GELU, torch.nn.SiLU, torch.nn.LayerNorm, torch.nn.Embedding,
-                torch.nn.Sequential, torch.nn.ModuleList}  # modules that do the same whatever their `training` says
-
-class ReplayError(RuntimeError):
-    """A replay refused because it would not compute what the callable would compute now."""
+_one_at_a_time = threading.Lock()
+_failed = []
 
 
 @dataclass(frozen=True)
@@ -37,12 +32,18 @@ class Node:
     after: tuple
 
 
+def _count(graph):
+    """Count the nodes of a graph."""
+    from cuda.bindings import driver
+
+    return _cuda(driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()), 0))[-1]
+
+
 def nodes(graph):
     """List the nodes of a `torch.cuda.CUDAGraph` made with keep_graph=True, in the order that CUDA gives them."""
     from cuda.bindings import driver
 
-    handle = driver.CUgraph(graph.raw_cuda_graph())
-    count = _cuda(driver.cuGraphGetNodes(handle, 0))[-1]
+    handle, count = driver.CUgraph(graph.raw_cuda_graph()), _count(graph)
     found = _cuda(driver.cuGraphGetNodes(handle, count))[0] if count else []
     index = {int(node): i for i, node in enumerate(found)}
     after = {i: [] for i in index.values()}
@@ -108,31 +109,35 @@ class GraphedCallable:
     Attributes: nodes, node_kinds, kernel_names, capture_seconds, pool, pool_bytes, inputs and outputs (static buffers).
     Raises CaptureError when the capture fails, TypeError or ValueError when inputs differ from the examples, and
     ReplayError when fn's modules or tensors changed since. One stream and one thread at a time, as for any graph.
-    Watched are the modules and tensors that fn is, is bound to, closes over, names, or holds up to four steps deep.
+    Watched are the modules and tensors that fn is, is bound to, closes over, names, or holds up to four steps deep; not
+    plain Python values: those are baked in, as are hooks and autocast as they were.
     """
 
     def __init__(self, fn, args=(), kwargs=None, *, warmup=3, clone=True, pool=None, generators=(), limit=None):
         machine.require_gpu("Capturing a CUDA graph")
-        args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-        leaves, self._structure = pytree.tree_flatten((args, kwargs or {}))
+        if not isinstance(args, (torch.Tensor, tuple, list)):
+            raise TypeError(f"args must be a tensor, or a tuple of the positional arguments, not a {type(args).__name__}")
+        args, kwargs = (args,) if isinstance(args, torch.Tensor) else tuple(args), kwargs or {}
+        leaves, self._structure = _flatten(args, kwargs)
         self.device = _only_device(leaves)
         self._flat = not kwargs and all(isinstance(a, torch.Tensor) for a in args)
-        held = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with torch.inference_mode(False):
+            held = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._tensors = [(i, t, t.shape, t.dtype, t.get_device()) for i, t in enumerate(held) if isinstance(t, torch.Tensor)]
         self._constants = [(i, value) for i, value in enumerate(held) if not isinstance(value, torch.Tensor)]
         self.inputs = tuple(tensor for _, tensor, *_ in self._tensors)
+        self._buffers = set(map(id, self.inputs))
         self._clone, self.limit, self._calls = clone, limit, 0
         self.pool = pool or torch.cuda.graph_pool_handle()
         args, kwargs = pytree.tree_unflatten(held, self._structure)
-        began = time.perf_counter()
-        self._graph, result = _capture(partial(fn, *args, **kwargs), self.device, self.pool, generators, warmup, self.inputs)
-        self.capture_seconds = time.perf_counter() - began
+        with _one_at_a_time:
+            self._graph, result, self.capture_seconds = _capture(partial(fn, *args, **kwargs), self.device, self.pool,
+                                                                 generators, warmup, self.inputs)
         self._outputs, self._out_structure = pytree.tree_flatten(result)
         self.outputs = tuple(t for t in self._outputs if isinstance(t, torch.Tensor))
-        if any(t.device != self.device for t in self.outputs):
-            raise ValueError("the call returns a tensor that is not on the GPU: return GPU tensors, copy after the replay")
+        _refuse_outputs(self._outputs, self.device)
         self._single = isinstance(result, torch.Tensor)
-        self._watched = _Watched(fn)
+        self._watched = Watched(fn, [value for _, value in self._constants])
 
     def __call__(self, *args, **kwargs):
         """Check the inputs (structure, shape, dtype, device of the examples), copy them in, replay, return the outputs."""
@@ -143,11 +148,11 @@ class GraphedCallable:
                     or leaf.get_device() != device:
                 raise _mismatch(i, shape, dtype, device, leaf)
         for i, value in self._constants:
-            if leaves[i] is not value and leaves[i] != value:
+            if leaves[i] is not value and (type(leaves[i]) is not type(value) or leaves[i] != value):
                 raise ValueError(f"input {i} was {value!r} at capture and is baked in; {leaves[i]!r} needs its own graph")
         self._watched.check()
-        if self.limit is not None and self._calls >= self.limit:
-            raise ReplayError(f"replayed {self._calls} times, its limit: what the call writes to is full; reset it, then rewind()")
+        if len(leaves) > 1:  # an input may be another one's buffer, which is about to change
+            leaves = [leaf.clone() if id(leaf) in self._buffers else leaf for leaf in leaves]
         for i, buffer, *_ in self._tensors:
             leaf = leaves[i]
             if leaf is not buffer:
@@ -159,13 +164,15 @@ class GraphedCallable:
         return pytree.tree_unflatten(outputs, self._out_structure)
 
     def _leaves(self, args, kwargs):
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = _flatten(args, kwargs)
         if structure != self._structure:
             raise TypeError(f"captured for inputs of the structure {self._structure}, called with {structure}")
         return leaves
 
     def replay(self):
-        """Replay on the buffers as they are: no check, no copy in, no copy out."""
+        """Replay on the buffers as they are: no copy in, no copy out, no check but that of `limit`."""
+        if self.limit is not None and self._calls >= self.limit:
+            raise ReplayError(f"replayed {self._calls} times, its limit: what the call writes to is full; reset it, then rewind()")
         self._calls += 1
         self._graph.replay()
 
@@ -199,12 +206,29 @@ class GraphedCallable:
         return pool_bytes(self.pool)
 
 
+def _flatten(args, kwargs):
+    """Return the leaves of the inputs and their structure, whatever the order of the keywords."""
+    return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+
+
+def _refuse_outputs(leaves, device):
+    """Raise for outputs that a replay could not hand out safely: off the GPU, or hidden in an object."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.device != device:
+            raise ValueError(f"the call returns a tensor on {leaf.device}: return GPU tensors, and copy after the replay")
+        if not isinstance(leaf, torch.Tensor) and any(isinstance(s[3], torch.Tensor) for s in slots(leaf, "", 4, {})):
+            raise TypeError(f"the call returns a {type(leaf).__name__} that holds tensors: return them in a tuple, list or "
+                            "dict, or register the class with torch.utils._pytree.register_pytree_node")
+
+
 def _only_device(leaves):
     """Return the one GPU that all tensors among the example inputs are on."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    for i, tensor in enumerate(tensors):
-        if not tensor.is_cuda:
-            raise ValueError(f"input {i} is on {tensor.device}: a graph reads GPU memory; move it with .cuda() first")
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_cuda:
+            raise ValueError(f"input {i} is on {leaf.device}: a graph reads GPU memory; move it with .cuda() first")
+        if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"input {i} is a {type(leaf).__name__}: a graph reads GPU memory; make it a CUDA tensor first")
     devices = {t.device for t in tensors} or {torch.device("cuda", torch.cuda.current_device())}
     if len(devices) > 1:
         raise ValueError(f"the inputs are on several GPUs ({', '.join(map(str, devices))}): put them on one")
@@ -227,40 +251,54 @@ def _side_stream(device):
 
 
 def _capture(call, device, pool, generators, warmup, inputs):
-    """Warm up and capture `call` on one side stream; returns (graph, what the call returned: its static buffers)."""
+    """Warm up and capture `call` on the side stream; returns (graph, its static outputs, seconds that all this took)."""
     side, graph, first, result = _side_stream(device), torch.cuda.CUDAGraph(keep_graph=True), None, None
-    with _undisturbed(device, generators):
-        side.wait_stream(torch.cuda.current_stream())
+    with _undisturbed(device, generators), _side_by_side(side):
+        began, versions = time.perf_counter(), [t._version for t in inputs]
+        for _ in range(warmup):
+            call()
+        torch.cuda.synchronize()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            result = call()
+        except BaseException as error:
+            first = error
+        torch.cuda.set_stream(side)  # wherever the call may have left us
+        try:
+            graph.capture_end()
+            repaired = True
+        except RuntimeError as error:
+            first = first or error
+            repaired = _repair(graph, side, pool, generators)
+        if first is None and versions != [t._version for t in inputs]:
+            first = ValueError("the call writes into its own input, and a replay would change only the graph's copy of it: "
+                               "return the new value instead, or let the call close over the tensor")
+            raise first
+        if first is None and not _count(graph):
+            first = RuntimeError("the graph is empty")
+        if first is None:
+            graph.instantiate()
+            return graph, result, time.perf_counter() - began
+    if not isinstance(first, Exception):
+        raise first
+    failure, result = CaptureError(first, repaired), None
+    traceback.clear_frames(first.__traceback__)  # a notebook keeps tracebacks, and they would keep the pool's tensors
+    raise failure from first
+
+
+@contextmanager
+def _side_by_side(side):
+    """Work on the side stream after all that is queued on the current one, and before all that will be."""
+    outside = torch.cuda.current_stream()
+    side.wait_stream(outside)
+    try:
         with torch.cuda.stream(side):
-            versions = [t._version for t in inputs]
-            for _ in range(warmup):
-                call()
-            if versions != [t._version for t in inputs]:
-                raise ValueError("the call writes into its own input: a replay would change only the graph's copy of it; "
-                                 "return the new value instead, or let the call close over the tensor")
-            torch.cuda.synchronize()
-            for generator in generators:
-                graph.register_generator_state(generator)
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = call()
-            except BaseException as error:
-                first = error
-            try:
-                graph.capture_end()
-                repaired = True
-            except RuntimeError as error:
-                first, repaired = first or error, None
-        torch.cuda.current_stream().wait_stream(side)
-        repaired = _repair(device, pool) if repaired is None else True
-    if first is None and not nodes(graph):
-        first = RuntimeError("the graph is empty")
-    if first is None:
-        graph.instantiate()
-        return graph, result
-    if isinstance(first, Exception):
-        raise CaptureError(first, repaired) from first
-    raise first
+            yield
+    finally:
+        torch.cuda.set_stream(outside)
+        outside.wait_stream(side)
 
 
 @contextmanager
@@ -271,7 +309,7 @@ def _undisturbed(device, generators):
     with ExitStack() as stack:
         stack.enter_context(torch.cuda.device(device))
         for generator in (torch.cuda.default_generators[device.index], *generators):
-            stack.callback(generator.set_state, generator.get_state())
+            stack.callback(_set_state, generator, generator.get_state())
         stack.callback(torch.set_autocast_cache_enabled, cache)
         stack.callback(gc.enable if collecting else gc.disable)
         gc.disable()
@@ -280,140 +318,30 @@ def _undisturbed(device, generators):
         yield
 
 
-def _repair(device, pool):
+def _set_state(generator, state):
+    with suppress(RuntimeError):  # a generator that a failed capture left unusable: CaptureError says so
+        generator.set_state(state)
+
+
+def _repair(failed, side, pool, generators):
     """Mend what torch leaves behind when capture_end raises; returns whether all of it could be mended.
 
-    The allocator still routes allocations into the pool, and the default generator still believes in a capture: both are
-    reset through calls of torch's own, partly private. The stream was put back by its context manager.
+    The allocator still routes allocations into the pool, which torch's own, private calls end. The generators still
+    believe in a capture: a small capture that ends well, with the same generators, tells them otherwise.
     """
+    _failed.append(failed)  # never freed: newer versions of torch keep its address
     try:
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)
-        fresh = torch.Generator(device).graphsafe_get_state()
-        torch.cuda.default_generators[device.index].graphsafe_set_state(fresh)
-        torch.randn(1, device=device)
-        torch.cuda.synchronize(device)
+        torch._C._cuda_endAllocateToPool(side.device.index, pool)
+        torch._C._cuda_releasePool(side.device.index, pool)
+        scratch, mend = torch.zeros(1, device=side.device), torch.cuda.CUDAGraph()
+        for generator in generators:
+            mend.register_generator_state(generator)
+        mend.capture_begin(capture_error_mode="thread_local")
+        scratch.add_(1)
+        mend.capture_end()
+        for generator in (None, *generators):
+            torch.rand(1, device=side.device, generator=generator)
+        torch.cuda.synchronize()
     except (AttributeError, RuntimeError):
         return False
     return True
-
-
-def _pointers_equal(tensors, pointers, _, each=torch.Tensor.data_ptr):
-    return list(map(each, tensors)) == pointers
-
-
-_pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _pointers_equal)  # torch's own is 5x faster
-
-
-class _Watched:
-    """The modules and tensors that a callable depends on, as they were at capture; kept alive as long as the graph.
-
-    Checked at every call, so by a few loops in C over lists that are made here.
-    """
-
-    def __init__(self, fn):
-        slots = list(_slots(fn, "", 4, set()))
-        self._tensors = [s for s in slots if isinstance(s[3], torch.Tensor) and s[3].is_cuda and s[3].layout == torch.strided]
-        self._then = [s[3].data_ptr() for s in self._tensors]
-        self._modules = [s for s in slots if isinstance(s[3], torch.nn.Module)]
-        modules = {id(m): m for m in (fn, *(s[3] for s in self._modules)) if isinstance(m, torch.nn.Module)}.values()
-        self._children = [m._modules for m in modules if m._modules]
-        self._children_then = [dict(children) for children in self._children]
-        known = set(map(id, self._children))
-        loose = [s for s in self._modules if id(s[0]) not in known]
-        self._parents, self._names, self._loose = ([s[i] for s in loose] for i in (0, 1, 3))
-        whole = [d for m in modules for d in (m._parameters, m._buffers) if d and None not in d.values()]
-        inside = set(map(id, whole))
-        single = [s for s in self._tensors if id(s[0]) not in inside]
-        self._whole, self._holders, self._keys = whole, [s[0] for s in single], [s[1] for s in single]
-        self._pointers = [t.data_ptr() for t in self._now()]
-        self._indices = list(range(len(self._pointers)))
-        self._states = [vars(m) for m in modules if m is fn or type(m) not in _INDIFFERENT]
-        self._training = list(map(_TRAINING, self._states))
-
-    def check(self):
-        """Raise ReplayError if a tensor was moved or replaced, a module exchanged, or `training` flipped."""
-        try:
-            if (_pointers_equal(self._now(), self._pointers, self._indices)
-                    and self._children == self._children_then
-                    and list(map(getitem, self._parents, self._names)) == self._loose
-                    and list(map(_TRAINING, self._states)) == self._training):
-                return
-        except (LookupError, TypeError, ValueError, RuntimeError):  # a name is gone, or holds something else
-            pass
-        raise ReplayError(f"{self._culprit()} since the capture, and the graph would not see it: capture again")
-
-    def _now(self):
-        """List the watched tensors as they are now: whole dicts of modules first, then what is held elsewhere."""
-        return [*chain.from_iterable(map(dict.values, self._whole)), *map(getitem, self._holders, self._keys)]
-
-    def _culprit(self):
-        """Return what changed, in words."""
-        for holder, key, path, module in self._modules:
-            if _now(holder, key) is not module:
-                return f"{path} was exchanged"
-        for (holder, key, path, _), pointer in zip(self._tensors, self._then, strict=True):
-            now = _now(holder, key)
-            if not isinstance(now, torch.Tensor) or now.data_ptr() != pointer:
-                return f"{path} was moved or replaced"
-        return "a module was added, or train() or eval() was called,"
-
-
-class _Cell:
-    """A closure's variable, read like a mapping."""
-
-    def __init__(self, cell):
-        self._cell = cell
-
-    def __getitem__(self, _):
-        return self._cell.cell_contents
-
-
-def _now(holder, key):
-    with suppress(LookupError, ValueError):
-        return holder[key]
-    return None
-
-
-def _slots(value, label, depth, seen):
-    """Yield (holder, key, label, what is there) for each tensor and module that `value` reaches in `depth` steps."""
-    if depth < 0 or id(value) in seen:
-        return
-    seen.add(id(value))
-    for holder, key in _places(value):
-        inner = _now(holder, key)
-        path = f"{label}.{key}" if label else str(key)
-        if isinstance(inner, (torch.Tensor, torch.nn.Module)):
-            yield holder, key, path, inner
-        yield from _slots(inner, path, 4 if isinstance(inner, torch.nn.Module) else depth - 1, seen)
-
-
-def _places(value):
-    """List the (holder, key) pairs through which `value` holds other objects."""
-    if isinstance(value, (torch.Tensor, type, types.ModuleType, str, bytes)):
-        return []
-    if isinstance(value, torch.nn.Module):
-        holders = (value._parameters, value._buffers, value._modules)
-        return [(h, k) for h in holders for k, v in h.items() if v is not None] + _attributes(value)
-    if isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return ([(value.__globals__, n) for n in _globals_read(value.__code__) if n in value.__globals__]
-                + [(_Cell(cell), name) for name, cell in cells] + [({"default": value.__defaults__}, "default")])
-    if isinstance(value, types.MethodType):
-        return [({"self": value.__self__}, "self"), ({"function": value.__func__}, "function")]
-    if isinstance(value, partial):
-        return [({"function": value.func}, "function"), ({"args": value.args}, "args"), ({"kwargs": value.keywords}, "kwargs")]
-    if isinstance(value, (list, tuple, dict)):
-        keys = value if isinstance(value, dict) else range(len(value))
-        return [(value, key) for key in keys] if len(value) <= 1000 else []
-    return _attributes(value)
-
-
-def _attributes(value):
-    return [(vars(value), name) for name in getattr(value, "__dict__", ()) if not name.startswith("_")]
-
-
-def _globals_read(code):
-    """Return the names that a function's code, and code nested in it, reads as globals."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return names.union(*(_globals_read(c) for c in code.co_consts if isinstance(c, types.CodeType)))

@@ -19,7 +19,7 @@ class Block(nn.Module):
 
     def __init__(self, width, head=64):
         super().__init__()
-        self.heads = max(1, width // head)
+        self.heads = max(h for h in range(1, max(1, width // head) + 1) if width % h == 0)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -60,15 +60,19 @@ def build(kind, *, layers=24, width=1024, batch=1, tokens=128, dtype=torch.float
         raise TooLarge(f"a {kind} of {layers} layers, width {width}, batch {batch} in {dtype} needs about "
                        f"{need / 2**30:.1f} GiB; {free / 2**30:.1f} GiB of this GPU are free. "
                        "Choose fewer layers, a smaller width or batch, or free memory (restart other kernels).")
-    with torch.device("cuda"):
+    default = torch.get_default_dtype()
+    with torch.device("cuda"), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
         torch.manual_seed(0)
-        model = KINDS[kind](layers, width).to(dtype).eval().requires_grad_(False)
-        return model, torch.randn(shape, dtype=dtype)
+        torch.set_default_dtype(dtype)  # made in its own precision, it never needs more memory than it keeps
+        try:
+            return KINDS[kind](layers, width).eval().requires_grad_(False), torch.randn(shape)
+        finally:
+            torch.set_default_dtype(default)
 
 
 def needed_bytes(kind, layers, width, shape, dtype):
-    """Return the GPU memory in bytes that a model and one step of it need: weights (made in float32), and activations."""
+    """Return the GPU memory in bytes that a model and one step of it need: weights and activations."""
     with torch.device("meta"):
         weights = sum(p.numel() for p in KINDS[kind](layers, width).parameters())
     activations = 16 * torch.Size(shape).numel() * dtype.itemsize  # the widest moment of a block, with room to spare
-    return weights * (4 + dtype.itemsize) + activations
+    return weights * dtype.itemsize + activations

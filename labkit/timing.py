@@ -17,28 +17,31 @@ from pathlib import Path
 import filelock
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from labkit import machine
 
 METHOD = {
     "unit": "microseconds per call",
     "enqueue_us": "CPU time until the call returns, GPU idle before (time.perf_counter_ns over a short burst of calls)",
-    "gpu_us": "CUDA events around a burst of calls queued behind a spinning kernel, so without the gaps between launches "
-              "(up to about 1,000 launches a burst)",
+    "gpu_us": "CUDA events around a burst of calls queued behind a spinning kernel, so without the gaps between launches; "
+              "gpu_gaps says where the queue ran dry all the same (over about 1,000 launches a call)",
     "wall_us": "steady state: a loop of calls between two torch.cuda.synchronize(), divided by the number of calls",
     "warm_up": "at least 3 calls and 0.2 s of each candidate, then rounds",
     "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round",
     "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each "
                  "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians",
-    "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) is "
-            "narrower than 2 %; or at the budget",
+    "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) was "
+            "narrower than 2 % twice, with half as many rounds again in between; or at the budget; sweeps: at the budget",
     "outside": "garbage collection, allocation of inputs, other measurements on this GPU (a file lock)",
 }
 CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
 _BURST_US, _LOOP_US, _MAX_BURST, _MAX_LOOP = 400.0, 3000.0, 64, 2000
-_MIN_ROUNDS, _BLOCKS, _RESAMPLES = 20, 10, 500
+_MOST_GPU_US, _MOST_SPIN = 20_000.0, 2**27
+_MIN_ROUNDS, _BLOCKS, _RESAMPLES = 6, 10, 500
+_FIRST_CHECK, _LONG_S = 20, 5
 _FEW_BLOCKS = 2.262 / 1.960  # Student's t for ten blocks over the normal quantile
-_SPIN_CYCLES_PER_US = 2000  # at 2 GHz; a slower clock only spins longer
+_SPIN_CYCLES_PER_US = 2000  # at 2 GHz; _gpu finds out if it is too few
 
 disturbances = []  # what has slowed this process for good, in words: said as a warning before each measurement
 
@@ -68,6 +71,7 @@ class Measurement:
     wall_us: Spread
     rounds: int
     stopped_by: str  # "interval" or "budget"
+    gpu_gaps: bool = False  # whether the GPU caught up with the CPU, so that gpu_us holds gaps between launches
 
     def row(self, **extra):
         """Return one tidy row: each clock with _low and _high, rounds, what stopped it, and the raw samples."""
@@ -76,7 +80,7 @@ class Measurement:
         for clock, spread in spreads.items():
             row |= {clock: spread.median, f"{clock}_low": spread.low, f"{clock}_high": spread.high}
         return row | {"rounds": self.rounds, "stopped_by": self.stopped_by,
-                      "samples": {clock: spread.samples for clock, spread in spreads.items()}}
+                      "gpu_gaps": self.gpu_gaps, "samples": {clock: spread.samples for clock, spread in spreads.items()}}
 
 
 @dataclass(frozen=True)
@@ -124,17 +128,24 @@ def compare(candidates, *, budget_s=5.0, target=0.02):
     budget_s *= float(os.environ.get("LABKIT_BUDGET", 1))
     with _gpu_to_ourselves():
         probes = {name: _Probe(fn) for name, fn in candidates.items()}
-        rounds, began, stopped_by = [], time.perf_counter(), "budget"
-        while len(rounds) < 3 or time.perf_counter() - began < budget_s:
+        rounds, began, spent, stopped_by, narrow, check_at = [], time.perf_counter(), 0.0, "budget", False, _FIRST_CHECK
+        bar = tqdm(total=budget_s, desc="measuring", leave=False, disable=budget_s < _LONG_S,
+                   bar_format="{desc} {percentage:3.0f}% |{bar}| at most {remaining}")
+        while len(rounds) < _MIN_ROUNDS or spent < budget_s:
             names = list(probes) if len(rounds) % 2 else list(reversed(probes))
             samples = {name: probes[name].sample() for name in names}
             rounds.append([samples[name] for name in probes])
-            early = len(rounds) < _MIN_ROUNDS or len(rounds) % 8 or time.perf_counter() - began < budget_s / 4
-            if not early and _widest(rounds) < target:
-                stopped_by = "interval"
-                break
+            now = time.perf_counter() - began
+            bar.update(min(now, budget_s) - min(spent, budget_s))
+            spent = now
+            if target and len(rounds) >= check_at and spent >= budget_s / 4:
+                before, narrow, check_at = narrow, _widest(rounds) < target, len(rounds) * 3 // 2
+                if before and narrow:
+                    stopped_by = "interval"
+                    break
+        bar.close()
     clocks = np.array(rounds).transpose(1, 2, 0)  # (candidates, clocks, rounds)
-    return Comparison({name: Measurement(name, *map(spread, samples), len(rounds), stopped_by)
+    return Comparison({name: Measurement(name, *map(spread, samples), len(rounds), stopped_by, probes[name].late)
                        for name, samples in zip(probes, clocks, strict=True)})
 
 
@@ -150,9 +161,10 @@ class _Probe:
             torch.cuda.synchronize()
             calls += 1
         enqueue, wall = min(self._enqueue(1) for _ in range(3)), min(self._wall(3) for _ in range(3))
-        self.burst = int(min(max(1, _BURST_US / enqueue), _MAX_BURST))
+        self.burst = int(min(max(1, _BURST_US / enqueue), max(1, _MOST_GPU_US / wall), _MAX_BURST))
         self.loop = int(min(max(3, _LOOP_US / wall), _MAX_LOOP))
-        self.spin = int((self.burst * enqueue * 2 + 100) * _SPIN_CYCLES_PER_US)
+        self.spin = int((self.burst * enqueue * 1.5 + 100) * _SPIN_CYCLES_PER_US)
+        self.late = False
 
     def sample(self):
         """Return (enqueue_us, gpu_us, wall_us), per call."""
@@ -168,14 +180,18 @@ class _Probe:
 
     def _gpu(self, calls):
         fn = self.fn
-        torch.cuda.synchronize()
-        torch.cuda._sleep(self.spin)
-        self.start.record()
-        for _ in range(calls):
-            fn()
-        self.end.record()
-        self.end.synchronize()
-        return self.start.elapsed_time(self.end) * 1e3 / calls
+        while True:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(self.spin)
+            self.start.record()
+            for _ in range(calls):
+                fn()
+            self.late = self.start.query()  # the spinning was over before all was queued: there may be gaps
+            self.end.record()
+            self.end.synchronize()
+            if not self.late or self.spin >= _MOST_SPIN:
+                return self.start.elapsed_time(self.end) * 1e3 / calls
+            self.spin *= 2
 
     def _wall(self, calls):
         fn = self.fn
@@ -210,32 +226,38 @@ def spread(a, b=None, combine=np.divide):
 @contextlib.contextmanager
 def _gpu_to_ourselves():
     """Hold this GPU's file lock and keep the garbage collector out, whatever happens inside."""
-    lock = _lock()
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        print("Waiting: another measurement is running on this GPU. Yours starts when it ends.")
-        lock.acquire()
-    others = machine.other_processes()
-    for why in (*disturbances, *([f"other processes use this GPU: {', '.join(others)}"] if others else ())):
-        warnings.warn(f"times may be too long: {why}", stacklevel=4)
     collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
+    with _turn():
+        try:
+            others = machine.other_processes()
+            for why in (*disturbances, *([f"other processes use this GPU: {', '.join(others)}"] if others else ())):
+                print(f"Times may be too long: {why}.")
+            gc.collect()
+            gc.disable()
+            yield
+        finally:
+            if collecting:
+                gc.enable()
+
+
+@contextlib.contextmanager
+def _turn():
+    """Wait for this GPU's lock and hold it; where no lock file can be made, say so and go on without."""
+    folder = Path(tempfile.gettempdir(), "labkit-locks")  # not a folder with a sticky bit: every user may lock in it
     try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-        lock.release()
-
-
-def _lock():
-    """Return the lock of this GPU, in a folder that every user of the machine may write to."""
-    folder = Path(tempfile.gettempdir(), "labkit-locks")
-    if not folder.exists():
         folder.mkdir(exist_ok=True)
         with contextlib.suppress(PermissionError):
             os.chmod(folder, 0o777)
-    path = folder / f"{machine.gpu_uuid()}.lock"
-    return filelock.FileLock(path, mode=0o666)
+        lock = filelock.FileLock(folder / f"{machine.gpu_uuid()}.lock", mode=0o666)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            print("Waiting: another measurement is running on this GPU. Yours starts when it ends.")
+            lock.acquire()
+    except OSError as error:
+        warnings.warn(f"measuring without a lock, so others may measure on this GPU at once: {error}", stacklevel=6)
+        lock = contextlib.nullcontext()
+    try:
+        yield
+    finally:
+        getattr(lock, "release", lambda: None)()

@@ -32,8 +32,12 @@ class Trace:
 
     @property
     def busy_us(self):
-        """Time the GPU spent in kernels."""
-        return sum(k.gpu_us for k in self.kernels)
+        """Time the GPU spent in kernels; where two run at once, it counts once."""
+        busy = end = 0.0
+        for k in sorted(self.kernels, key=lambda k: k.start_us):
+            busy += max(0.0, k.start_us + k.gpu_us - max(end, k.start_us))
+            end = max(end, k.start_us + k.gpu_us)
+        return busy
 
     @property
     def span_us(self):
@@ -80,7 +84,9 @@ def record(fn, *, calls_before=3):
 
 def _trace(events, label, short_name):
     """Pair the GPU work launched inside the span called `label` with its launches; events as in a Chrome trace (us)."""
-    span = next(e for e in events if e["name"] == label and e["cat"] == "user_annotation")
+    span = next((e for e in events if e["name"] == label and e.get("cat") == "user_annotation"), None)
+    if span is None:
+        raise RuntimeError("the profiler recorded nothing: is another profiler running? Restart the kernel and try again")
     inside = range(int(span["ts"]), int(span["ts"] + span["dur"]) + 1)
     launches = {e["args"]["correlation"]: e for e in events
                 if e.get("cat") in _CPU_CALLS and int(e["ts"]) in inside and "correlation" in e.get("args", {})}

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # From the ground floor up; a room may import those named before it, at the top of its file or inside a function.
-FLOORS = ("install", "machine", "explain", "timing", "graphs", "buckets", "models", "decode", "trace", "launch_model",
+FLOORS = ("install", "machine", "explain", "watch", "timing", "graphs", "buckets", "models", "decode", "trace", "launch_model",
           "isolate", "recordings", "experiments", "claims", "charts", "explorers", "notebook", "check", "build", "record",
           "__main__")
 NEVER_TORCH = ("install", "explain", "launch_model", "recordings", "claims", "charts", "check", "build", "record")
@@ -58,7 +58,7 @@ def test_only_views_and_the_notebook_room_know_ipython_and_widgets(path):
 
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_no_room_that_recorded_labs_need_imports_torch_at_its_top(path):
-    if room(path) not in ("timing", "graphs", "buckets", "models", "decode", "trace"):
+    if room(path) not in ("timing", "watch", "graphs", "buckets", "models", "decode", "trace"):
         assert not {name for name, at_top in imported(path) if at_top and name.split(".")[0] in ("torch", "transformers")}
 
 

@@ -98,10 +98,18 @@ def test_measurements_on_one_gpu_take_turns(own_lock, capsys):
     assert own_lock.parent.stat().st_mode & 0o777 == 0o777  # another user may lock, too
 
 
-def test_what_slows_a_measurement_is_said(own_lock, monkeypatch):
+def test_what_slows_a_measurement_is_said_each_time(own_lock, monkeypatch, capsys):
     monkeypatch.setattr(machine, "other_processes", lambda: ("python (pid 7)",))
     monkeypatch.setattr(timing, "disturbances", ["the profiler ran in this process"])
-    with pytest.warns(UserWarning) as said, timing._gpu_to_ourselves():
-        pass
-    assert [str(w.message) for w in said] == ["times may be too long: the profiler ran in this process",
-                                              "times may be too long: other processes use this GPU: python (pid 7)"]
+    for _ in range(2):
+        with timing._gpu_to_ourselves():
+            pass
+        assert capsys.readouterr().out == ("Times may be too long: the profiler ran in this process.\n"
+                                           "Times may be too long: other processes use this GPU: python (pid 7).\n")
+
+
+def test_without_a_place_for_the_lock_measuring_goes_on(own_lock, monkeypatch):
+    own_lock.parent.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="measuring without a lock"), timing._gpu_to_ourselves():
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -5,13 +5,13 @@ import functools
 import pytest
 import torch
 
-from labkit import graphs, models
+from labkit import models, watch
 
 SCALE = torch.ones(3)
 
 
 def labels(fn):
-    return {label for _, _, label, _ in graphs._slots(fn, "", 4, set())}
+    return {label for _, _, label, _ in watch.slots(fn, "", 4, {})}
 
 
 class Server:
@@ -39,6 +39,24 @@ def test_bound_methods_partials_and_closures():
         return (lambda y: y * weights["deep"][0] * SCALE)(x)
 
     assert {"weights.deep.0", "SCALE"} <= labels(call)
+
+
+class Callable:
+    def __init__(self):
+        self._hidden = [torch.zeros(1)]
+
+    def __call__(self, x, *, extra=torch.ones(1)):
+        return x + self._hidden[0] + SCALE + extra
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * SCALE
+
+
+def test_what_calls_and_forwards_read_is_found():
+    assert {"_hidden.0", "__call__.SCALE", "__call__.defaults.extra"} <= labels(Callable())
+    assert "forward.SCALE" in labels(Scaled()) and "0.forward.SCALE" in labels(torch.nn.Sequential(Scaled()))
 
 
 def test_names_that_are_only_attributes_are_not_taken_for_globals():
@@ -72,11 +90,12 @@ def test_a_model_too_large_says_what_it_needs(monkeypatch):
         models.build("transformer", layers=48, width=4096)
 
 
-def test_needed_bytes_counts_weights_as_made_and_kept():
-    assert models.needed_bytes("mlp", 2, 10, (1, 10), torch.float16) == 2 * 110 * (4 + 2) + 16 * 10 * 2
+def test_needed_bytes_counts_weights_and_activations():
+    assert models.needed_bytes("mlp", 2, 10, (1, 10), torch.float16) == 2 * 110 * 2 + 16 * 10 * 2
 
 
 def test_models_keep_the_shape_they_are_given():
     x = torch.randn(2, 5, 128)
     assert models.transformer(layers=1, width=128)(x).shape == x.shape
+    assert models.transformer(layers=1, width=200)(torch.randn(1, 2, 200)).shape == (1, 2, 200)
     assert models.mlp(layers=3, width=8)(torch.randn(2, 8)).shape == (2, 8)
