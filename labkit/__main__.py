@@ -6,8 +6,6 @@ import importlib.util
 import json
 import logging
 import os
-import socket
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -46,21 +44,6 @@ def notebooks_folder():
     raise Refusal("there is no folder `notebooks` here: go to the folder of your clone first")
 
 
-def free_port(wanted):
-    """Return the first port from `wanted` on that nobody on this machine listens at."""
-    for port in range(wanted, min(wanted + 100, 65536)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port != wanted:
-            print(f"Port {wanted} is taken: using {port}.")
-        return port
-    raise Refusal(f"no port from {wanted} on is free: name another, --port=9000")
-
-
 def lab(args):
     """Become JupyterLab at the first lab, on localhost with a token; what follows `lab` goes on to Jupyter."""
     if not importlib.util.find_spec("jupyterlab"):
@@ -68,12 +51,9 @@ def lab(args):
     folder = notebooks_folder()
     checks = machine.doctor()
     print_checks([check for check in checks if check.name == "mode" or check.status != "ok"])
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=8888)
-    ours, theirs = parser.parse_known_args(args.jupyter)
     first = min(path.name for path in folder.glob("*.ipynb"))
-    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--port={free_port(ours.port)}",
-               f"--ServerApp.root_dir={folder.parent}", f"--LabApp.default_url=/lab/tree/notebooks/{first}", *theirs]
+    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--ServerApp.root_dir={folder.parent}",
+               f"--LabApp.default_url=/lab/tree/notebooks/{first}", *args.jupyter]  # a busy port: it takes the next
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     sys.stdout.flush()
@@ -83,8 +63,6 @@ def lab(args):
 def find_labs(names, folder):
     """Return the notebooks meant by names ("10", "10_measure_launch_overhead"); none means all."""
     labs = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
-    if not labs:
-        raise Refusal(f"there are no notebooks in {folder}")
     found = []
     for name in names:
         stem = Path(name).stem
@@ -98,6 +76,8 @@ def find_labs(names, folder):
 
 def run(args):
     """Execute labs without a browser, live or recorded; keep the executed copies and one page of them all."""
+    import nbformat
+    from labkit.build import BuildError, execute
     folder = notebooks_folder()
     labs = find_labs(args.labs, folder / "solutions" if args.solutions else folder)
     out = Path(args.out or time.strftime("runs/%Y-%m-%dT%H-%M-%S"))
@@ -106,55 +86,37 @@ def run(args):
     done, failures, stopped = [], [], ""
     try:
         for path in labs:
-            failures += run_lab(path, out, done)
+            done.append(nbformat.read(path, as_version=4))
+            try:
+                execute(path, done[-1])
+            except BuildError as error:
+                failures.append(error)
+            finally:
+                nbformat.write(done[-1], out / path.name)
     except KeyboardInterrupt:
         logging.disable()  # asyncio would report the cell that it was waiting for
         stopped = "Interrupted: what had run until then is kept. "
-    page = write_page(done, out)
-    print(f"{stopped}Executed copies and one page of them: {page}")
+    (out / "labs.html").write_text(page([cell for notebook in done for cell in notebook.cells]), "utf-8")
+    print(f"{stopped}Executed copies and one page of them: {out / 'labs.html'}")
     for failure in failures:
-        print(failure, file=sys.stderr)
+        print(f"labkit: {failure}", file=sys.stderr)
     return 130 if stopped else int(bool(failures))
 
 
-def run_lab(path, out, done):
-    """Run one lab's cells, save the copy however far it came, add it to `done`; return its failure: [line] or []."""
-    import nbformat
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, DeadKernelError
-    from tqdm import tqdm
-    notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    done.append(notebook)
-    client = NotebookClient(notebook, timeout=None, kernel_name="python3")
-    client.reset_execution_trackers()
-    number = 0
-    try:
-        with client.setup_kernel(cwd=str(path.parent), stderr=subprocess.DEVNULL):
-            for number, cell in enumerate(tqdm(notebook.cells, desc=path.stem, unit="cell"), 1):
-                client.execute_cell(cell, number - 1)
-            client.set_widgets_metadata()
-    except CellExecutionError as error:
-        return [f"labkit: {path.stem}, cell {number}: {error.ename}: {(error.evalue.splitlines() or [''])[0]}"]
-    except DeadKernelError:
-        return [f"labkit: {path.stem}, cell {number}: the kernel died (out of memory?)"]
-    finally:
-        nbformat.write(notebook, out / path.name)
-    return []
+# nbconvert's lab template gives no picture its alternative text.
+PAGE = """{% extends 'lab/index.html.j2' %}{% block data_png scoped %}
+{%- set alt = output | get_metadata('alt', 'image/png') -%}
+{{ super() | replace('<img ', '<img alt="' ~ alt | escape_html ~ '" ' if alt else '<img ', 1) }}{% endblock %}"""
 
 
-def write_page(done, out):
-    """Write all executed labs as one HTML page and return its path."""
+def page(cells):
+    """Return cells as an HTML page."""
+    import jinja2
     import nbformat
     from nbconvert import HTMLExporter
-    cells = [cell for notebook in done for cell in notebook.cells]
-    whole = nbformat.v4.new_notebook(cells=cells)
-    html, _ = HTMLExporter().from_notebook_node(whole, {"metadata": {"name": "CUDA Graphs Lab"}})
-    page = out / "labs.html"
-    page.write_text(html)
-    return page
+    exporter = HTMLExporter(extra_loaders=[jinja2.DictLoader({"page": PAGE})], template_file="page")
+    whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": "CUDA Graphs Lab"})
+    return exporter.from_notebook_node(whole)[0]
 
 
 def record(args):

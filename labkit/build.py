@@ -6,14 +6,16 @@ a line that is a stub already (`answer = ...`).
 """
 
 import ast
-import getpass
 import json
 import math
 import os
 import platform
 import re
+import subprocess
+from copy import deepcopy
 from pathlib import Path
 
+from labkit import machine
 from labkit.recordings import code_of
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -29,26 +31,25 @@ class BuildError(Exception):
 
 
 def build(execute=False):
-    """Write every learner's copy and bring the solutions into canonical form; return the paths that changed.
-
-    With `execute`, the solutions are run first, in RECORDED mode, and keep the outputs.
-    """
-    changed = []
-    for path in solutions():
-        notebook = execute_recorded(path) if execute else _read(path)
-        changed += [p for p, text in _texts(path, notebook).items() if write(p, text)]
-    return changed
+    """Write what differs from the solutions as they are, or (`execute`) as they run now; return the paths written."""
+    return [path for path, text in _wanted(execute) if write(path, text)]
 
 
 def check():
     """Return one line for everything that `build` would change, or that has no business in the folder."""
-    wanted = {}
+    wanted = dict(_wanted())
+    stray = sorted(set(NOTEBOOKS.glob("*.ipynb")) - wanted.keys())
+    return ([f"{path.relative_to(NOTEBOOKS)} is not what its solution makes: run python -m labkit build"
+             for path, text in wanted.items() if write(path, text, only_look=True)]
+            + [f"{path.name} has no solution notebook: delete it" for path in stray])
+
+
+def _wanted(execute=False):
+    """Yield (path, canonical text) of every solution and its learner's copy."""
     for path in solutions():
-        wanted |= _texts(path, _read(path))
-    made_by_nobody = set(NOTEBOOKS.glob("*.ipynb")) - wanted.keys()
-    stale = [p for p, text in wanted.items() if not p.exists() or p.read_bytes() != text.encode()]
-    return ([f"{p.relative_to(NOTEBOOKS)} is not what its solution makes: run python -m labkit build" for p in stale]
-            + [f"{p.relative_to(NOTEBOOKS)} has no solution notebook: delete it" for p in sorted(made_by_nobody)])
+        notebook = execute_recorded(path) if execute else _read(path)
+        yield path, canonical(notebook)
+        yield NOTEBOOKS / path.name, canonical(learner_copy(notebook, path.stem))
 
 
 def solutions():
@@ -61,48 +62,41 @@ def code_cells(path):
     return [cell.source for cell in _read(path).cells if cell.cell_type == "code"]
 
 
-def _texts(path, notebook):
-    """Return {path: canonical text} of a solution and its learner's copy."""
-    return {path: canonical(notebook), NOTEBOOKS / path.name: canonical(learner_copy(notebook, path.stem))}
-
-
 def learner_copy(notebook, name=""):
     """Return a notebook without its solutions, instructor cells, outputs and execution counts; cell ids stay."""
-    copy = _copy(notebook)
+    copy = deepcopy(notebook)
     copy.cells = [c for c in copy.cells if not {"instructor", "solution"} & set(c.metadata.get("tags", ()))]
-    for cell in copy.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-            try:
-                cell.source = stubbed(cell.source)
-                ast.parse(code_of(cell.source))
-            except (BuildError, SyntaxError) as error:
-                raise BuildError(f"{name}, cell {cell.id}: {error}") from None
+    for cell in blank(copy):
+        try:
+            cell.source = stubbed(cell.source)
+            ast.parse(code_of(cell.source))
+        except (BuildError, SyntaxError) as error:
+            raise BuildError(f"{name}, cell {cell.id}: {error}") from None
     return copy
+
+
+def blank(notebook):
+    """Take the outputs and execution counts out of a notebook and return its code cells."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in cells:
+        cell.outputs, cell.execution_count = [], None
+    return cells
 
 
 def stubbed(source):
     """Return a cell's source with its solution blocks replaced by stubs; unpaired markers are a BuildError."""
-    kept, inside = [], False
-    for line in source.split("\n"):
-        marker = line.strip()
-        if marker in ("# solution", "# end of solution"):
-            if inside == (marker == "# solution"):
-                raise BuildError(f"{marker!r} without its other half")
-            inside = not inside
-            if inside and not (kept and re.search(r"(^|=)\s*\.\.\.\s*(#.*)?$", kept[-1])):
-                kept.append(line[:len(line) - len(line.lstrip())] + STUB)
-        elif not inside:
-            kept.append(line)
-    if inside:
-        raise BuildError("'# solution' without '# end of solution'")
-    return "\n".join(kept)
+    block = r"^( *)# solution *\n(?:(?! *# (?:end of )?solution *$).*\n)* *# end of solution *$"
+    source = re.sub(block, rf"\1{STUB}", source, flags=re.MULTILINE)
+    if alone := re.search(r"^ *(# (?:end of )?solution) *$", source, re.MULTILINE):
+        raise BuildError(f"{alone[1]!r} without its other half")
+    below_a_stub = rf"^((?:.*=)? *\.\.\. *(?:#.*)?)\n *{re.escape(STUB)}$"
+    return re.sub(below_a_stub, r"\1", source, flags=re.MULTILINE)
 
 
 def canonical(notebook):
     """Return a notebook as text, the same for the same content: fixed metadata, plain outputs, sorted keys."""
     import nbformat
-    copy = _copy(notebook)
+    copy = deepcopy(notebook)
     copy.metadata, copy.nbformat, copy.nbformat_minor = nbformat.from_dict(METADATA), 4, 5
     for cell in copy.cells:
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k == "tags" and v})
@@ -117,41 +111,43 @@ def canonical(notebook):
 
 
 def execute_recorded(path):
-    """Return a notebook executed in RECORDED mode, its code cells counted from 1."""
-    notebook = execute(path, LABKIT_MODE="recorded")
-    for count, cell in enumerate((c for c in notebook.cells if c.cell_type == "code" and c.source.strip()), 1):
-        cell.execution_count = count
-    return notebook
+    """Return a notebook executed in RECORDED mode: forced only beside a GPU, so that banners tell the true reason."""
+    return execute(path, **({"LABKIT_MODE": "recorded"} if machine.mode().live else {}))
 
 
-def execute(path, **environment):
-    """Return a notebook run from top to bottom in a fresh kernel beside its file; a cell that raises: BuildError."""
+def execute(path, notebook=None, **environment):
+    """Run a notebook (else the file's) in a fresh kernel beside its file and return it; trouble is a BuildError."""
     from nbclient import NotebookClient, exceptions
-    notebook = _read(path)
-    client = NotebookClient(notebook, kernel_name="python3", timeout=900, record_timing=False,
-                            resources={"metadata": {"path": str(path.parent)}})
+    from tqdm import tqdm
+    notebook, number = notebook or _read(path), 0
+    blank(notebook)
+    client = NotebookClient(notebook, kernel_name="python3", timeout=None, record_timing=False)
+    client.reset_execution_trackers()
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     try:
-        return client.execute(env={**os.environ, "PYTHONPATH": paths, **environment})
-    except exceptions.CellExecutionError as error:
-        raise BuildError(f"{path.stem}: {error.ename}: {(error.evalue.splitlines() or [''])[0]}") from None
-    except (exceptions.DeadKernelError, exceptions.CellTimeoutError) as error:
-        raise BuildError(f"{path.stem}: {str(error).splitlines()[0]}") from None
+        with client.setup_kernel(cwd=str(path.parent), env={**os.environ, "PYTHONPATH": paths, **environment},
+                                 stderr=subprocess.DEVNULL):
+            for number, cell in enumerate(tqdm(notebook.cells, desc=path.stem, unit="cell"), 1):
+                client.execute_cell(cell, number - 1)
+            client.set_widgets_metadata()
+    except (exceptions.CellExecutionError, exceptions.DeadKernelError) as error:
+        said = f"{error.ename}: {error.evalue}" if hasattr(error, "ename") else "the kernel died (out of memory?)"
+        raise BuildError(f"{path.stem}, cell {number}: {said.splitlines()[0]}") from None
+    return notebook
 
 
 def plain_outputs(outputs):
     """Return outputs as they may be published: scrubbed, no progress bars, no live widgets, streams in one piece."""
     plain = []
     for output in map(scrub, outputs):
-        if WIDGET in output.get("data", ()):
-            continue
         if output["output_type"] == "stream":
             output["text"] = re.sub(r"[^\n]*\r(?!\n)", "", output["text"])
             if plain and plain[-1].get("name") == output["name"]:
                 output["text"] = plain.pop()["text"] + output["text"]
         if "execution_count" in output:
             output["execution_count"] = None
-        plain.append(output)
+        if WIDGET not in output.get("data", ()):
+            plain.append(output)
     return [output for output in plain if output.get("text") != ""]
 
 
@@ -161,29 +157,17 @@ def scrub(value):
         return {str(k): v if str(k).startswith("image/") else scrub(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [scrub(v) for v in value]
-    if isinstance(value, str):
-        return _scrub_text(value)
     if hasattr(value, "item"):  # a number of numpy or torch
         value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _scrub_text(text):
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    text = re.sub(r"(?<![\w/.:<+])(?:/[\w.+@-]+){2,}", lambda m: ".../" + m[0].rpartition("/")[2], text)
-    text = re.sub(r"\b[A-Za-z]:(?:\\[\w.+@ -]+)+", lambda m: ".../" + m[0].rpartition("\\")[2], text)
-    host, user = platform.node(), _user()
+    if not isinstance(value, str):
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    value = re.sub(r"\x1b\[[0-9;]*m", "", value)
+    value = re.sub(r"(?<![\w/.:<+])(?:/[\w.+@-]+){2,}", lambda m: ".../" + m[0].rpartition("/")[2], value)
+    host, user = platform.node(), os.environ.get("USER", "")
     for private, instead in ((host, "this-host"), (host.partition(".")[0], "this-host"), (user, "user")):
         if len(private) > 2 and private.lower() not in EVERYDAY_NAMES:
-            text = re.sub(rf"(?<![\w-]){re.escape(private)}(?![\w-])", instead, text)
-    return text
-
-
-def _user():
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a container whose user id has no name
-        return ""
+            value = re.sub(rf"(?<![\w-]){re.escape(private)}(?![\w-])", instead, value)
+    return value
 
 
 def _read(path):
@@ -198,19 +182,11 @@ def _read(path):
     return nbformat.reads(json.dumps(raw), as_version=nbformat.NO_CONVERT)
 
 
-def _copy(notebook):
-    import nbformat
-    return nbformat.from_dict(json.loads(json.dumps(notebook)))
-
-
-def write(path, text):
-    """Write a text if the file differs, in one stroke, and say whether it did."""
-    if path.exists() and path.read_bytes() == text.encode():
-        return False
-    part = path.with_suffix(".part")
-    try:
+def write(path, text, only_look=False):
+    """Write a text, in one stroke, where the file differs, and say whether it does."""
+    differs = not path.exists() or path.read_bytes() != text.encode()
+    if differs and not only_look:
+        part = path.with_suffix(".part")
         part.write_bytes(text.encode())
         os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return True
+    return differs

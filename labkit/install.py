@@ -34,16 +34,24 @@ def ask(python, code):
         return None
 
 
-def installed_torch():
+def version(package):
+    """Return a package's installed version without importing it, or None."""
     try:
-        return importlib.metadata.version("torch")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
+def needs(*extras):
+    """Return what pyproject.toml asks for, as lines."""
+    import tomllib  # new in Python 3.11, and main() answers older ones
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return sum((project["optional-dependencies"][extra] for extra in extras), project["dependencies"])
+
+
 def torch_to_keep():
     """Return the version of this Python's torch if it sees a GPU and is new enough, else None."""
-    found = installed_torch()
+    found = version("torch")
     if not found or not ask(sys.executable, "import torch; print(json.dumps(torch.cuda.is_available()))"):
         return None
     if [int(part) for part in re.findall(r"\d+", found)[:2]] < [2, 8]:
@@ -62,14 +70,12 @@ def make_venv():
     try:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True, text=True,
                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    except subprocess.CalledProcessError as error:
+    except (subprocess.CalledProcessError, KeyboardInterrupt) as error:
         shutil.rmtree(VENV, ignore_errors=True)
-        debian = "this Python lacks its venv part: apt install python3-venv"
-        sys.exit("labkit: .venv could not be made: "
-                 + (debian if "ensurepip" in error.stdout else error.stdout.strip().splitlines()[-1]))
-    except KeyboardInterrupt:
-        shutil.rmtree(VENV, ignore_errors=True)
-        raise
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        why = "apt install python3-venv" if "ensurepip" in error.stdout else error.stdout.strip().splitlines()[-1]
+        sys.exit(f"labkit: .venv could not be made: {why}")
 
 
 def link(*folders):
@@ -92,14 +98,11 @@ def constraints(kept):
 
 
 def missing(extras):
-    """Return (the names labkit needs, those that .venv's Python does not have)."""
-    import tomllib  # new in Python 3.11, and main() answers older ones
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = sum((project["optional-dependencies"][extra] for extra in extras), project["dependencies"])
-    names = [re.match(r"[\w.-]+", need).group() for need in needs if f"!= '{sys.platform}'" not in need]
+    """Return the names of what labkit needs and .venv's Python does not have."""
     have = ask(PYTHON, "from importlib.metadata import distributions\n"
                        "print(json.dumps([d.name.lower().replace('_', '-') for d in distributions()]))")
-    return names, [name for name in names if name not in have]
+    names = [re.match(r"[\w.-]+", need).group() for need in needs(*extras) if f"!= '{sys.platform}'" not in need]
+    return [name for name in names if name not in have]
 
 
 def install(extras):
@@ -118,12 +121,8 @@ def install(extras):
     if all(subprocess.run(pip + step, env=env).returncode == 0 for step in steps):
         return True
     link(ROOT, *base)
-    names, lacking = missing(extras)
-    if len(lacking) == len(names):
-        sys.exit("labkit: nothing could be installed (pip's ERROR above says why; most often there is no network), "
-                 "and this Python has none of it. Run this again with a network.")
     say("pip could not install everything (its ERROR above says why; most often there is no network): going on with "
-        f"what is there. Missing: {', '.join(lacking) or 'nothing'}.")
+        f"what is there. Missing: {', '.join(missing(extras)) or 'nothing'}. With a network, run this again.")
     return False
 
 
@@ -142,7 +141,7 @@ def main():
         os.execv(base, [base, "-m", "labkit.install", *sys.argv[1:]])
     extras |= set(stamp.get("extras", ()))
     files = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
-    key = hashlib.sha256(files + f"{ROOT} {sys.version} {installed_torch()}".encode()).hexdigest()
+    key = hashlib.sha256(files + f"{ROOT} {sys.version} {version('torch')}".encode()).hexdigest()
     if stamp == {"key": key, "base": base, "extras": sorted(extras)}:
         return say(f".venv is up to date (made with {base}; remove .venv to start over).")
     if install(sorted(extras)):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,6 +41,14 @@ def test_run_keeps_a_copy_and_one_page_and_names_the_cell_that_failed(labs, caps
     assert copy.cells[0].outputs[0].text == "sunrise\n" and not copy.cells[2].outputs
     original = nbformat.read("notebooks/10_measure_launch_overhead.ipynb", as_version=4)
     assert not original.cells[0].outputs
+
+
+def test_pictures_on_the_page_carry_their_words(labs):
+    labs("10_picture", "from IPython.display import Image, display\n"
+         "display(Image(data=b'x', format='png'), metadata={'image/png': {'alt': 'say \"up\" & <on>'}})")
+    assert cli.main(["run", "10", "--out", "kept"]) == 0
+    [picture] = re.findall(r"<img [^>]*base64[^>]*>", Path("kept/labs.html").read_text().replace("<on>", "&lt;on&gt;"))
+    assert 'say "up" &amp; &lt;on&gt;' in picture.replace("&quot;", '"').replace("'", '"')
 
 
 def test_run_can_be_interrupted_and_keeps_what_ran(labs, tmp_path):
@@ -106,16 +115,23 @@ def test_lab_starts_as_root_too(labs, monkeypatch, user, allowed):
     assert ("--allow-root" in lab_command(monkeypatch)[0]) is allowed
 
 
-def test_a_busy_port_makes_way_for_the_next(labs, monkeypatch, capsys):
+def test_a_busy_port_makes_way_for_another(labs):
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         port = busy.getsockname()[1]
-        command, _ = lab_command(monkeypatch, "--port", str(port))
-        used = int(next(part for part in command if part.startswith("--port=")).split("=")[1])
-    assert port < used < port + 100 and str(port) not in command
-    assert f"Port {port} is taken: using {used}." in capsys.readouterr().out
-    assert f"--port={port}" in lab_command(monkeypatch, f"--port={port}")[0]  # free again
+        running = subprocess.Popen([sys.executable, "-m", "labkit", "lab", "--no-browser", f"--port={port}"], text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])})
+        told = ""
+        for line in running.stdout:
+            told += line
+            if url := re.search(r"http://127.0.0.1:(\d+)/lab/tree/notebooks/00_check_your_machine.ipynb\?token=", line):
+                break
+        running.kill()
+        running.communicate()
+    assert f"The port {port} is already in use, trying another port." in told
+    assert url and int(url[1]) != port, told
 
 
 def test_lab_moves_settings_out_of_a_read_only_home(labs, fresh_machine):

@@ -48,7 +48,7 @@ def test_a_good_driver_and_torch_are_live(pretend):
 
 @pytest.mark.parametrize("torch, driver_cuda, reason, fix, broken", [
     (fake_torch(cuda=None), 13000, "is a CPU build", "pip install --force-reinstall torch", False),
-    (fake_torch(hip="6.4"), 13000, "ROCm build", "CUDA build", False),
+    (fake_torch(cuda=None, hip="6.4"), 13000, "ROCm build", "CUDA build", False),
     (fake_torch(error=RuntimeError("too old")), 12040,
      "supports CUDA 12.4, too old for torch 2.11.0+test (CUDA 13.0)", "Update the NVIDIA driver", True),
     (fake_torch(error=RuntimeError("system not yet initialized\nmore")), 13000,
@@ -180,7 +180,7 @@ def test_a_read_only_home_moves_settings_to_a_temporary_folder(fresh_machine, tm
     fresh_machine.delenv("IPYTHONDIR", raising=False)
     fresh_machine.setenv("MPLCONFIGDIR", "mine")
     assert machine.writable_environment() == {} and list(tmp_path.iterdir()) == []
-    machine.home_is_writable.cache_clear(), machine.writable_environment.cache_clear()
+    machine.writable_environment.cache_clear()
     fresh_machine.setenv("HOME", "/proc/nowhere")  # not even root can write there
     moved = machine.writable_environment()
     assert Path(moved["IPYTHONDIR"]).parent.is_dir() and "MPLCONFIGDIR" not in moved
