@@ -12,7 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import labkit
+from labkit import build as notebooks
 from labkit import machine
+from labkit.recordings import RecordingError
 
 
 class Refusal(Exception):
@@ -77,7 +79,6 @@ def find_labs(names, folder):
 def run(args):
     """Execute labs without a browser, live or recorded; keep the executed copies and one page of them all."""
     import nbformat
-    from labkit.build import BuildError, execute
     folder = notebooks_folder()
     labs = find_labs(args.labs, folder / "solutions" if args.solutions else folder)
     out = Path(args.out or time.strftime("runs/%Y-%m-%dT%H-%M-%S"))
@@ -88,8 +89,8 @@ def run(args):
         for path in labs:
             done.append(nbformat.read(path, as_version=4))
             try:
-                execute(path, done[-1])
-            except BuildError as error:
+                notebooks.execute(path, done[-1])
+            except notebooks.BuildError as error:
                 failures.append(error)
             finally:
                 nbformat.write(done[-1], out / path.name)
@@ -122,25 +123,17 @@ def page(cells):
 def record(args):
     """Measure experiments and labs on this GPU and keep them as recordings."""
     from labkit.record import record
-    from labkit.recordings import RecordingError
-    try:
-        paths = record(args.names, commit=args.commit, out=args.out)
-    except RecordingError as error:
-        raise Refusal(str(error)) from error
+    paths = record(args.names, commit=args.commit, out=args.out)
     print(f"Recorded {len(paths)}: {', '.join(str(path) for path in paths)}")
 
 
 def build(args):
     """Write the learner's copies from the solutions, or (--check) only say what would change."""
-    from labkit import build
-    try:
-        if args.check:
-            differences = build.check()
-            print("\n".join(differences) or "Every learner's copy is what its solution makes.")
-            return int(bool(differences))
-        changed = build.build(execute=args.execute)
-    except build.BuildError as error:
-        raise Refusal(str(error)) from error
+    if args.check:
+        differences = notebooks.check()
+        print("\n".join(differences) or "Every learner's copy is what its solution makes.")
+        return int(bool(differences))
+    changed = notebooks.build(execute=args.execute)
     print(f"Written: {', '.join(str(path) for path in changed) or 'nothing, all was up to date'}")
 
 
@@ -172,7 +165,7 @@ def main(argv=None):
     os.environ.update(machine.writable_environment())
     try:
         return args.fn(args) or 0
-    except (Refusal, machine.NoGPU, OSError) as error:
+    except (Refusal, RecordingError, notebooks.BuildError, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:

@@ -92,17 +92,8 @@ def constraints(kept):
         asked = [re.match(r"[\w.-]+", need).group() for need in importlib.metadata.requires("torch") or ()]
         free = {"torch", *(name.lower().replace("_", "-") for name in asked)}
         pins = [pin for pin in pins if pin.split("==")[0] not in free] + [f"torch=={kept}"]
-    file = VENV / "labkit-constraints.txt"
-    file.write_text("\n".join(pins) + "\n")
-    return file
-
-
-def missing(extras):
-    """Return the names of what labkit needs and .venv's Python does not have."""
-    have = ask(PYTHON, "from importlib.metadata import distributions\n"
-                       "print(json.dumps([d.name.lower().replace('_', '-') for d in distributions()]))")
-    names = [re.match(r"[\w.-]+", need).group() for need in needs(*extras) if f"!= '{sys.platform}'" not in need]
-    return [name for name in names if name not in have]
+    (VENV / "labkit-constraints.txt").write_text("\n".join(pins) + "\n")
+    return VENV / "labkit-constraints.txt"
 
 
 def install(extras):
@@ -121,17 +112,20 @@ def install(extras):
     if all(subprocess.run(pip + step, env=env).returncode == 0 for step in steps):
         return True
     link(ROOT, *base)
+    have = ask(PYTHON, "from importlib.metadata import distributions\n"
+                       "print(json.dumps([d.name.lower().replace('_', '-') for d in distributions()]))")
+    names = [re.match(r"[\w.-]+", need).group() for need in needs(*extras) if f"!= '{sys.platform}'" not in need]
+    lacking = ", ".join(name for name in names if name not in have) or "nothing"
     say("pip could not install everything (its ERROR above says why; most often there is no network): going on with "
-        f"what is there. Missing: {', '.join(missing(extras)) or 'nothing'}. With a network, run this again.")
+        f"what is there. Missing: {lacking}. With a network, run this again.")
     return False
 
 
 def main():
     """Bring .venv up to date; a Python that is too old, or bad luck, gets one line and a non-zero exit."""
     if sys.version_info < (3, 11):
-        newer = [name for name in ("python3.13", "python3.12", "python3.11") if shutil.which(name)]
         sys.exit(f"labkit: Python 3.11 or newer is needed, and {sys.executable} is {sys.version.split()[0]}. "
-                 f"Try: make lab PYTHON={newer[0] if newer else 'path/to/a/newer/python3'}")
+                 "Try: make lab PYTHON=path/to/a/newer/python3")
     parser = argparse.ArgumentParser(prog="python3 -m labkit.install", description=__doc__.splitlines()[0])
     parser.add_argument("--extra", action="append", default=[], choices=["test"])
     extras = set(parser.parse_args().extra)
@@ -139,13 +133,13 @@ def main():
     base = stamp.get("base", sys.executable)
     if base != sys.executable and Path(base).exists():  # .venv stays with the Python that it was made with
         os.execv(base, [base, "-m", "labkit.install", *sys.argv[1:]])
-    extras |= set(stamp.get("extras", ()))
     files = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
     key = hashlib.sha256(files + f"{ROOT} {sys.version} {version('torch')}".encode()).hexdigest()
-    if stamp == {"key": key, "base": base, "extras": sorted(extras)}:
-        return say(f".venv is up to date (made with {base}; remove .venv to start over).")
-    if install(sorted(extras)):
-        STAMP.write_text(json.dumps({"key": key, "base": sys.executable, "extras": sorted(extras)}))
+    wanted = {"key": key, "base": sys.executable, "extras": sorted(extras | set(stamp.get("extras", ())))}
+    if stamp == wanted:
+        say(f".venv is up to date (made with {base}; remove .venv to start over).")
+    elif install(wanted["extras"]):
+        STAMP.write_text(json.dumps(wanted))
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ def mode():
             return Mode(False, f"driver {_nvml_get('nvmlSystemGetDriverVersion')} supports CUDA {most // 1000}."
                         f"{most % 1000 // 10}, too old for {build} (CUDA {cuda})",
                         f"Update the NVIDIA driver, or install a torch built for CUDA {most // 1000}.", broken=True)
-        return Mode(False, f"CUDA does not start: {_first_line(error)}", "See that nvidia-smi works; after an update of "
-                    "the driver, restart the machine.", broken=True)
+        return Mode(False, f"CUDA does not start: {_first_line(error)}",
+                    "See that nvidia-smi works; after an update of the driver, restart the machine.", broken=True)
     if not _built_for(capability, known := torch.cuda.get_arch_list()):
         return Mode(False, f"{build} was not built for {name} (compute capability {capability[0]}.{capability[1]})",
                     f"Install a torch that was: this one knows {', '.join(known)}.", broken=True)
@@ -146,6 +146,10 @@ def gpu_uuid():
         return None
     import torch
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def _handle():
+    return _nvml_get("nvmlDeviceGetHandleByUUID", gpu_uuid())
 
 
 def free_bytes():
