@@ -85,7 +85,7 @@ def _spread(column, spread):
 @experiment
 def first_win():
     """Time 24 linear layers, 1,024 wide, batch 1, float16, eager and as a graph (copy in, replay, clone out)."""
-    (_, graph, both), = _compare_pairs([("mlp", {"kind": "mlp"})], budget_s=5, target=0.02)
+    (_, graph, both), = _compare_pairs([("mlp", {"kind": "mlp"})], budget_s=4, target=0.02)
     return both.rows("eager", kernels=len(graph.kernel_names))
 
 
@@ -130,7 +130,7 @@ def launch_cost():
     kernels = {what: len(graphs.GraphedCallable(call).kernel_names) for what, call in calls.items()}
     driver = {"cuLaunchKernel, called directly": _bare_launch(graphs.GraphedCallable(calls["x.add_(1)"]))}
     with torch.inference_mode():
-        both = timing.compare(driver | calls, budget_s=8, target=0)
+        both = timing.compare(driver | calls, budget_s=6, target=0)
     rows = [{"what": what, "layer": "driver" if what in driver else "torch", "kernels": kernels.get(what, 1),
              **_spread("cost_us", m.enqueue_us), "samples": {"enqueue_us": m.enqueue_us.samples}}
             for what, m in both.measurements.items()]
@@ -167,9 +167,9 @@ def profiler_cost():
 
     pair, _ = _pair(*models.build("mlp"))
     with torch.inference_mode():
-        before = timing.compare(pair)
+        before = timing.compare(pair, budget_s=3)
         trace.record(pair["eager"])
-        after = timing.compare(pair)
+        after = timing.compare(pair, budget_s=3)
     return [row | {"how": f"{row['name']}, {when}", "profiled": profiled}
             for when, both, profiled in (("before", before, False), ("after", after, True)) for row in both.rows("eager")]
 
@@ -186,7 +186,7 @@ def matmul_crossover():
         return lambda: torch.mm(a, b, out=out)
 
     sizes = (16, 64, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
-    both = timing.compare({size: product(size) for size in sizes}, budget_s=10, target=0)
+    both = timing.compare({size: product(size) for size in sizes}, budget_s=8, target=0)
     return [both[size].row(size=size) | {"name": "matmul"} for size in sizes]
 
 
@@ -219,7 +219,7 @@ def step_saving():
              ("transformer", 24, 8), ("transformer", 24, 32))
     rows = []
     for (kind, layers, batch), graph, both in _compare_pairs(
-            [((kind, layers, batch), {"kind": kind, "layers": layers, "batch": batch}) for kind, layers, batch in steps], budget_s=20):
+            [((kind, layers, batch), {"kind": kind, "layers": layers, "batch": batch}) for kind, layers, batch in steps], budget_s=15):
         kernels = len(graph.kernel_names)
         rows.append({"model": kind, "layers": layers, "batch": batch, "kernels": kernels,
                      "launch_us": launch, "driver_launch_us": driver,
@@ -243,7 +243,7 @@ def idle_sweep():
     rows = []
     for (layers, width, batch), graph, both in _compare_pairs(
             [(point, dict(zip(("kind", "layers", "width", "batch", "tokens"), ("transformer", *point, 32), strict=True)))
-             for point in points], budget_s=25):
+             for point in points], budget_s=18):
         gpu, wall = both["eager"].gpu_us, both["eager"].wall_us
         idle = timing.spread([max(0.0, 1 - g / w) for g, w in zip(gpu.samples, wall.samples, strict=True)])
         rows.append({"layers": layers, "width": width, "batch": batch, "kernels": len(graph.kernel_names),
@@ -276,7 +276,7 @@ def replay_cost():
         return graphs.GraphedCallable(lambda: [x.add_(1) for _ in range(nodes)] and None)
 
     made = {nodes: chain(nodes) for nodes in (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)}
-    both = timing.compare({nodes: graph.replay for nodes, graph in made.items()}, budget_s=10, target=0)
+    both = timing.compare({nodes: graph.replay for nodes, graph in made.items()}, budget_s=8, target=0)
     return [both[nodes].row(nodes=len(graph.nodes)) | {"name": "replay"} for nodes, graph in made.items()]
 
 
@@ -288,7 +288,7 @@ def capture_cost():
     _pair(*models.build("transformer", layers=1))  # the first capture of a process also loads libraries
     rows = []
     for layers, graph, both in _compare_pairs(
-            [(layers, {"kind": "transformer", "layers": layers}) for layers in (1, 3, 6, 12, 24, 48)], budget_s=15):
+            [(layers, {"kind": "transformer", "layers": layers}) for layers in (1, 3, 6, 12, 24, 48)], budget_s=10):
         saving, seconds = both.difference("eager", "graph"), graph.capture_seconds
         rows.append({"layers": layers, "kernels": len(graph.kernel_names), "capture_s": seconds, **_spread("saving_us", saving),
                      "break_even_calls": seconds * 1e6 / saving.median if saving.median > 0 else None,
@@ -423,6 +423,6 @@ def wrapper_cost():
         except Exception as error:  # no C compiler, or a GPU that Triton does not know
             print(f"Left out: torch.compile: {str(error).splitlines()[0]}")
             del calls["torch.compile, reduce-overhead"]
-        both = timing.compare(calls, budget_s=10, target=0)
+        both = timing.compare(calls, budget_s=8, target=0)
     by_hand_us = both["copy, replay, clone by hand"].enqueue_us.median
     return [row | {"python_us": row["enqueue_us"] - by_hand_us} for row in both.rows("make_graphed_callables")]

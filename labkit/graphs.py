@@ -326,22 +326,31 @@ def _set_state(generator, state):
 def _repair(failed, side, pool, generators):
     """Mend what torch leaves behind when capture_end raises; returns whether all of it could be mended.
 
-    The allocator still routes allocations into the pool, which torch's own, private calls end. The generators still
-    believe in a capture: a small capture that ends well, with the same generators, tells them otherwise.
+    The allocator still routes allocations into the pool, which torch's own, private calls end. The default generator still
+    believes in a capture, until a small one ends well. A generator that cannot draw even then gets a new state, which
+    graphs captured earlier from it do not follow.
     """
     _failed.append(failed)  # never freed: newer versions of torch keep its address
-    try:
-        torch._C._cuda_endAllocateToPool(side.device.index, pool)
-        torch._C._cuda_releasePool(side.device.index, pool)
-        scratch, mend = torch.zeros(1, device=side.device), torch.cuda.CUDAGraph()
-        for generator in generators:
-            mend.register_generator_state(generator)
-        mend.capture_begin(capture_error_mode="thread_local")
+    index, everyone = side.device.index, (torch.cuda.default_generators[side.device.index], *generators)
+    for mend in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with suppress(RuntimeError):
+            mend(index, pool)
+    with suppress(RuntimeError):
+        scratch, small = torch.zeros(1, device=side.device), torch.cuda.CUDAGraph()
+        small.capture_begin(capture_error_mode="thread_local")
         scratch.add_(1)
-        mend.capture_end()
-        for generator in (None, *generators):
-            torch.rand(1, device=side.device, generator=generator)
-        torch.cuda.synchronize()
-    except (AttributeError, RuntimeError):
+        small.capture_end()
+    for generator in everyone:
+        if not _draws(generator):
+            generator.graphsafe_set_state(torch.Generator(side.device).graphsafe_get_state())
+    return not torch.cuda.is_current_stream_capturing() and all(map(_draws, everyone))
+
+
+def _draws(generator):
+    """Say whether a generator of a GPU can draw a number."""
+    try:
+        torch.rand(1, device=generator.device, generator=generator)
+        torch.cuda.synchronize(generator.device)
+    except RuntimeError:
         return False
     return True

@@ -27,7 +27,7 @@ METHOD = {
     "gpu_us": "CUDA events around a burst of calls queued behind a spinning kernel, so without the gaps between launches; "
               "gpu_gaps says where the queue ran dry all the same (over about 1,000 launches a call)",
     "wall_us": "steady state: a loop of calls between two torch.cuda.synchronize(), divided by the number of calls",
-    "warm_up": "at least 3 calls and 0.2 s of each candidate, then rounds",
+    "warm_up": "at least 3 calls and 0.1 s of each candidate, then rounds",
     "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round",
     "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each "
                  "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians",
@@ -156,7 +156,7 @@ class _Probe:
         self.fn = fn
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began, calls = time.perf_counter(), 0
-        while calls < 3 or time.perf_counter() - began < 0.2:
+        while calls < 3 or time.perf_counter() - began < 0.1:
             fn()
             torch.cuda.synchronize()
             calls += 1
