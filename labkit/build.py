@@ -187,6 +187,9 @@ def write(path, text, only_look=False):
     differs = not path.exists() or path.read_bytes() != text.encode()
     if differs and not only_look:
         part = path.with_suffix(".part")
-        part.write_bytes(text.encode())
-        os.replace(part, path)
+        try:
+            part.write_bytes(text.encode())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     return differs
