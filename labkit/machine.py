@@ -96,7 +96,7 @@ def mode():
         import torch
     except ImportError as error:
         if version("torch"):
-            return Mode(False, f"torch does not import: {_first_line(error)}", f"Reinstall it: {_REINSTALL}", broken=True)
+            return Mode(False, f"torch does not import: {_first_line(error)}", f"Reinstall: {_REINSTALL}", broken=True)
         return Mode(False, "an NVIDIA driver is here, but torch is not installed", "pip install torch")
     build, cuda = f"torch {torch.__version__}", torch.version.cuda
     if not cuda:
