@@ -82,7 +82,7 @@ def _nvml_get(call, *args):
         return getattr(_nvml(), call)(*args)
 
 
-_REINSTALL = "pip install --force-reinstall torch"
+_REINSTALL = "Reinstall torch: pip install --force-reinstall torch"
 
 
 @functools.cache
@@ -96,12 +96,12 @@ def mode():
         import torch
     except ImportError as error:
         if version("torch"):
-            return Mode(False, f"torch does not import: {_first_line(error)}", f"Reinstall: {_REINSTALL}", broken=True)
+            return Mode(False, f"torch does not import: {_first_line(error)}", _REINSTALL, broken=True)
         return Mode(False, "an NVIDIA driver is here, but torch is not installed", "pip install torch")
     build, cuda = f"torch {torch.__version__}", torch.version.cuda
     if not cuda:
         kind = "ROCm" if torch.version.hip else "CPU"
-        return Mode(False, f"{build} is a {kind} build", f"Install the CUDA build: {_REINSTALL}")
+        return Mode(False, f"{build} is a {kind} build", f"It takes the CUDA build. {_REINSTALL}")
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return Mode(False, "CUDA_VISIBLE_DEVICES hides every GPU", "Unset CUDA_VISIBLE_DEVICES.")
     try:
