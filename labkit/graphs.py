@@ -18,7 +18,7 @@ from labkit import machine
 from labkit.explain import CaptureError
 from labkit.watch import ReplayError, Watched, slots
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 _failed = []
 
 
