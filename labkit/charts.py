@@ -3,31 +3,34 @@
 import base64
 import io
 import re
+import textwrap
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.path import Path as Line
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
 BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY = (  # Okabe and Ito: told apart by every kind of colour vision
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#858585")
 INK, QUIET, PALE = "#222222", "#666666", "#E6E6E6"
 SERIES = tuple(zip((BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY), "os^DvPX"))
-FIXED = {"enqueue_us": (ORANGE, "s"), "gpu_us": (BLUE, "o"), "wall_us": (GREY, "D"), "eager": (ORANGE, "s"),
-         "graph": (BLUE, "o"), "torch": (ORANGE, "s"), "driver": (BLUE, "o"), "kernel": (BLUE, "o"),
-         "memcpy": (ORANGE, "s"), "memset": (GREEN, "^")}  # the same thing has the same look in every chart
+CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
 WORDS = {"enqueue_us": "CPU, until it returns", "gpu_us": "GPU, working", "wall_us": "wall, start to finish",
          "eager_wall_us": "eager", "graph_wall_us": "graph", "cost_us": "CPU time of one call",
+         "saving_us": "saved, measured", "predicted_saving_us": "saved, predicted",
          "idle_share": "share of the time the GPU is idle", "nodes": "nodes in the graph",
          "size": "matrix size (rows and columns)", "batch": "batch size"}
-FIXED |= {WORDS[name]: look for name, look in FIXED.items() if name in WORDS}
+FIXED = {name: look for look, names in {  # the same thing has the same look in every chart
+    (ORANGE, "s"): ("enqueue_us", WORDS["enqueue_us"], "eager", "torch", "memcpy"),
+    (BLUE, "o"): ("gpu_us", WORDS["gpu_us"], "graph", "driver", "kernel"),
+    (GREY, "D"): ("wall_us", WORDS["wall_us"]), (GREEN, "^"): ("memset",)}.items() for name in names}
 PIXELS, DPI = 110, 165  # pixels an inch as shown, and as drawn, so that a sharp screen gets a sharp picture
 
 
@@ -56,24 +59,18 @@ class Chart:
 
 def compare(table, title=None):
     """Draw the CPU, GPU and wall time of each row (`name`) as grouped bars with intervals, and the speedup."""
-    _require(table, "name", "wall_us")
-    columns = [c for c in ("enqueue_us", "gpu_us", "wall_us") if c in table]
-    figure, axes = _figure(0.9 + len(table) * (0.34 + 0.27 * len(columns)))
-    spots, labels = [], []
-    for group, (_, row) in enumerate(table.iterrows()):
-        top = group * (len(columns) + 1.3)
+    _require(table, "name", *CLOCKS)
+    figure, axes = _figure(0.9 + 1.15 * len(table))
+    drawn, said = [], []
+    for top, (_, row) in zip(np.arange(len(table)) * 4.3, table.iterrows()):
         axes.text(0, top - 0.75, row["name"], weight="bold", va="center", color=INK)
-        for place, column in enumerate(columns):
-            _bar(axes, top + place, row, column, FIXED[column][0], time(row[column]))
-            spots, labels = [*spots, top + place], [*labels, WORDS[column]]
-    _bar_axes(axes, spots, labels, "time of one call")
-    axes.set_ylim(spots[-1] + 0.6, -1.3)
-    said = [f"{row['name']}: " + ", ".join(f"{time(row[c])} ({WORDS[c]})" for c in columns) + "."
-            for _, row in table.iterrows()]
+        drawn += [(top + i, WORDS[c], row, c, FIXED[c][0], time(row[c])) for i, c in enumerate(CLOCKS)]
+        said.append(f"{row['name']}: " + ", ".join(f"{time(row[c])} ({WORDS[c]})" for c in CLOCKS) + ".")
+    _bars(axes, drawn, "time of one call")
+    axes.set_ylim(top=-1.3)
     if "speedup" in table:
-        row = table.iloc[-1]
-        spread = f" ({row.speedup_low:.2f} to {row.speedup_high:.2f})" if "speedup_low" in table else ""
-        speed = f"{row['name']} is {row.speedup:.2f} times as fast as {table.iloc[0]['name']}{spread}"
+        speed = (f"{row['name']} is {row.speedup:.2f} times as fast as {table['name'].iloc[0]} "
+                 f"({row.speedup_low:.2f} to {row.speedup_high:.2f})")
         said.append(f"By wall time, {speed}.")
         axes.set_title(speed, loc="left", fontsize=10, color=INK)
     return _chart(figure, table, title or "Where the time of one call goes", said)
@@ -81,26 +78,23 @@ def compare(table, title=None):
 
 def bars(table, label, value, by=None, title=None, value_label=None):
     """Draw one bar a row, in the table's order; `by` names a column that colours and marks them."""
-    _require(table, label, value, *([by] if by else []))
+    _require(table, label, value, *filter(None, [by]))
     figure, axes = _figure(1.1 + 0.34 * len(table))
-    looks = _looks(list(dict.fromkeys(table[by]))) if by else {}
+    looks = _looks(table[by].unique()) if by else {}
+    value_label, drawn = value_label or _words(value), []
     for place, (_, row) in enumerate(table.iterrows()):
-        note = f"   {row[by]}" if by else ""
-        _bar(axes, place, row, value, looks[row[by]][0] if by else BLUE, _say(row[value], value) + note)
-    _bar_axes(axes, range(len(table)), list(table[label]), value_label or _words(value), value)
-    axes.set_ylim(len(table) - 0.4, -0.6)
-    low, high = table.loc[table[value].idxmin()], table.loc[table[value].idxmax()]
-    each = ", ".join(f"{row[label]} {_say(row[value], value)}" for _, row in table.iterrows())
-    said = [f"{each}." if len(table) < 9 else f"{len(table)} bars.",
-            f"The longest bar is {high[label]} ({_say(high[value], value)}), the shortest {low[label]} "
-            f"({_say(low[value], value)})."]
-    return _chart(figure, table, title or value_label or _words(value), said)
+        colour, note = (looks[row[by]][0], f"   {row[by]}") if by else (BLUE, "")
+        drawn.append((place, row[label], row, value, colour, _say(row[value], value) + note))
+    _bars(axes, drawn, value_label)
+    names = [f"{name} ({_say(size, value)})" for name, size in zip(table[label], table[value])]
+    said = [f"{len(names)} bars: {', '.join(names)}.", f"The longest is {names[table[value].to_numpy().argmax()]}."]
+    return _chart(figure, table, title or value_label, said)
 
 
 def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_label=None, y_label=None):
     """Draw `y` (a column or several) against `x`, a line for each value of `by`, with intervals if any."""
     columns = [y] if isinstance(y, str) else list(y)
-    _require(table, x, *columns, *([by] if by else []))
+    _require(table, x, *columns, *filter(None, [by]))
     curves = dict(_curves(table, x, columns, by))
     figure, axes = _figure(3.6)
     looks = _looks(list(curves))
@@ -110,8 +104,7 @@ def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_la
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
     _scale(axes.xaxis, "x" in log, x, table[x])
     _scale(axes.yaxis, "y" in log, columns[0], pd.concat([table[column] for column in columns]))
-    x_label, many = x_label or _words(x), "time of one call" if columns[0].endswith("_us") else "value"
-    y_label = y_label or (_words(columns[0]) if len(columns) == 1 else many)
+    x_label, y_label = x_label or _words(x), y_label or (_words(y) if isinstance(y, str) else "time of one call")
     axes.set(xlabel=x_label, ylabel=y_label)
     said = [f"{name}: {_say(curve.y.iloc[0], columns[0])} at {x_label} {_say(curve.x.iloc[0], x)}, "
             f"{_say(curve.y.iloc[-1], columns[0])} at {_say(curve.x.iloc[-1], x)}." for name, curve in curves.items()]
@@ -122,114 +115,96 @@ def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_la
 
 
 def timeline(table, window_us=None, title=None):
-    """Draw when the CPU launches and when the GPU works; `window_us` (a length, or start and end) zooms in."""
+    """Draw when the CPU launches and when the GPU works; `window_us` zooms in on that long a start."""
     _require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
-    parts = [(str(key), part) for key, part in table.groupby("how", sort=False)] if "how" in table else [("", table)]
-    figure, all_axes = _figure(0.9 + 1.35 * len(parts), len(parts))
-    steps = [_step(name, part) for name, part in parts]
-    window = (0, max(step["end"] for step in steps)) if window_us is None else (
-        tuple(window_us) if isinstance(window_us, (tuple, list)) else (0, window_us))
-    for step, axes in zip(steps, np.atleast_1d(all_axes)):
-        axes.broken_barh([(0, step["end"])], (0, 0.8), facecolor=PALE)
-        axes.broken_barh(step["kernels"], (0, 0.8), facecolor=BLUE, linewidth=0)
-        axes.broken_barh(step["launches"], (1, 0.8), facecolor=ORANGE, linewidth=0)
-        _join(axes, step, window)
-        axes.set_yticks([0.4, 1.4], ["GPU works", "CPU launches"], color=INK)
-        axes.set(xlim=window, ylim=(-0.08, 1.9))
-        axes.tick_params(left=False)
-        axes.set_title(step["line"], loc="left", fontsize=10, color=INK)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.4g}"))
-    np.atleast_1d(all_axes)[-1].set_xlabel("time since the first launch (µs); grey: the GPU has nothing to do")
-    said = [step["text"] for step in steps] + ["Where the lower lane is grey, the GPU has nothing to do."]
-    said += [f"The picture shows {time(window[0])} to {time(window[1])} of it."] if window_us is not None else []
+    parts = list(table.groupby("how", sort=False)) if "how" in table else [("", table)]
+    figure, *all_axes = _figure(0.9 + 1.35 * len(parts), len(parts))
+    ends, said = zip(*(_lanes(axes, *part, window_us or np.inf) for part, axes in zip(parts, all_axes)))
+    window_us = window_us or max(ends)
+    all_axes[-1].set(xlim=(0, window_us), xlabel="time since the first launch (µs); grey: the GPU has nothing to do")
+    said += (f"The picture shows the first {time(window_us)}; where the lower lane is grey, no kernel works.",)
     return _chart(figure, table, title or "One step, CPU above and GPU below, on one clock", said)
 
 
 def durations(table, title=None):
     """Draw how long the kernels of one step work, as a histogram over GPU time (microseconds, log scale)."""
-    _require(table, "gpu_us")
+    _require(table, "name", "gpu_us")
     if "how" in table:  # a graph replays the same kernels: counting them twice would say nothing new
         table = table[table["how"] == table["how"].iloc[0]]
-    times = table["gpu_us"].to_numpy(float)
+    times = table[~_copies(table)]["gpu_us"]
     figure, axes = _figure(3.0)
+    median = times.median()
     edges = np.geomspace(times.min() * 0.8, times.max() * 1.25, 25)
     axes.hist(times, edges, color=BLUE, edgecolor="white", linewidth=0.6)
-    median, short = float(np.median(times)), int(np.sum(times < 10))
     axes.axvline(median, color=INK, linewidth=1.6, linestyle="--")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.18)
-    right = np.log(median / edges[0]) > 0.55 * np.log(edges[-1] / edges[0])
-    axes.annotate(f"median {time(median)}", (median, 1), (-6 if right else 6, -4), va="top", color=INK,
-                  ha="right" if right else "left", xycoords=("data", "axes fraction"), textcoords="offset points")
-    _scale(axes.xaxis, True, "gpu_us", pd.Series(edges))
+    axes.text(median, 1.02, f"median {time(median)}", transform=axes.get_xaxis_transform(), ha="center", color=INK)
+    _scale(axes.xaxis, True, "gpu_us", edges)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set(xlabel="GPU time of one kernel", ylabel="kernels")
     said = [f"{len(times)} kernels work for {time(times.min())} to {time(times.max())} each.",
-            f"Half of them take less than {time(median)}, and {short} take less than 10 µs."]
+            f"Half of them take less than {time(median)}, and {(times < 10).sum()} take less than 10 µs."]
     return _chart(figure, table, title or "How long each kernel of the step works", said)
 
 
 def graph_drawing(table, limit=40, title=None):
     """Draw the first `limit` nodes of a graph as boxes, each after those it waits for; long chains wrap into rows."""
     _require(table, "node", "kind", "name", "after")
-    nodes, level = table.set_index("node"), _levels(table)
-    order = sorted(level, key=lambda n: (level[n], n))
-    shown = order[:limit]
-    spots, height = _spots(shown, level)
+    nodes, level = table.set_index("node"), {}
+    for node in TopologicalSorter(nodes["after"].to_dict()).static_order():
+        level[node] = 1 + max((level[other] for other in nodes["after"][node]), default=-1)
+    shown = sorted(level, key=lambda node: (level[node], node))[:limit]
+    spots, height = _spots({node: level[node] for node in shown})
     figure, axes = _figure(0.75 + 0.6 * height)
-    for node in shown:
-        (column, row), kind = spots[node], nodes.loc[node, "kind"]
-        colour, middle = _looks([kind])[kind][0], {"fontsize": 5.9, "ha": "center", "va": "center", "zorder": 4}
+    for node, (column, row) in spots.items():
+        kind, middle = nodes["kind"][node], {"fontsize": 5.5, "ha": "center", "va": "center", "zorder": 4}
+        colour = _looks([kind])[kind][0]
         axes.add_patch(FancyBboxPatch((column, row), 0.8, 0.72, boxstyle="round,pad=0,rounding_size=0.07", zorder=3,
-                                      facecolor=_tint(colour), edgecolor=colour, linewidth=1.2))
+                                      facecolor=to_rgba(colour, 0.15), edgecolor=colour, linewidth=1.2))
+        lines = textwrap.wrap(nodes["name"][node].replace("_", "_ "), 13, max_lines=2, placeholder="…")
         axes.text(column + 0.4, row + 0.15, f"{node} {kind}"[:14], color=QUIET, **middle)
-        axes.text(column + 0.4, row + 0.45, _two_lines(nodes.loc[node, "name"]), color=INK, **middle)
-        for other in set(nodes.loc[node, "after"]) & spots.keys():
+        axes.text(column + 0.4, row + 0.45, "\n".join(lines).replace("_ ", "_"), color=INK, **middle)
+        for other in set(nodes["after"][node]) & spots.keys():
             _arrow(axes, spots[other], spots[node])
     axes.set(xlim=(-0.15, 8.05), ylim=(height + 0.05, -0.15))
     axes.axis("off")
-    kinds = table["kind"].value_counts()
-    edges, left = sum(map(len, table["after"])), len(order) - len(shown)
-    counts = ", ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in kinds.items())
-    said = [f"{len(order)} nodes: {counts}; {edges} arrows.",
-            "Every node waits for the one before it, in a single chain." if max(level.values()) + 1 == len(order)
-            else f"The longest chain has {max(level.values()) + 1} nodes; the others stand beside it."]
-    if left:
-        said.append(f"The picture shows the first {len(shown)}; {left} more follow.")
-        axes.set_title(f"the first {len(shown)} of {len(order)} nodes; {left} more follow", loc="left", fontsize=9)
-    return _chart(figure, table, title or "What waits for what inside the graph", said)
+    longest, title = max(level.values()) + 1, title or "What waits for what inside the graph"
+    counts = ", ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in table["kind"].value_counts().items())
+    said = [f"{len(level)} nodes: {counts}; {table['after'].map(len).sum()} arrows.",
+            f"The longest chain has {longest} of the nodes."]
+    if len(level) > limit:
+        said, title = [*said, f"The picture shows the first {limit}."], f"{title}: the first {limit} nodes"
+    return _chart(figure, table, title, said)
 
 
 def _figure(height, rows=1):
     figure = Figure(figsize=(7, height), dpi=DPI, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
-    axes = figure.subplots(rows, sharex=True)
-    for one in np.atleast_1d(axes):
-        one.spines[["top", "right", "left"]].set_visible(False)
-        one.spines["bottom"].set_color("#BBBBBB")
-        one.tick_params(colors=QUIET, labelsize=9)
-        one.xaxis.label.set(color=QUIET, fontsize=9)
-        one.yaxis.label.set(color=QUIET, fontsize=9)
-    return figure, axes
+    for axes in np.atleast_1d(figure.subplots(rows, sharex=True)):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color("#BBBBBB")
+        axes.tick_params(colors=QUIET, labelsize=9)
+        for label in (axes.xaxis.label, axes.yaxis.label):
+            label.set(color=QUIET, fontsize=9)
+    return figure, *figure.axes
 
 
 def _chart(figure, table, title, said):
-    provenance, png = table.attrs["provenance"], io.BytesIO()
+    provenance, drawn, png = table.attrs["provenance"], io.BytesIO(), io.BytesIO()
     figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=11.5, weight="bold", color=INK)
     figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    figure.savefig(drawn)
+    picture = Image.open(drawn).convert("RGB")
     picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(png, "png")  # a third of the bytes
     return Chart(png.getvalue(), " ".join(said), provenance)
 
 
 def _require(table, *columns):
-    if "label" not in table.attrs.get("provenance", {}):
+    if "provenance" not in table.attrs:
         raise ValueError("this table does not say where its numbers come from (attrs['provenance']), so it is not "
                          "drawn: use a table that labkit.experiments returned")
-    missing = [column for column in columns if column not in table]
-    if missing:
-        raise ValueError(f"this chart needs the column {missing[0]!r}; the table has: {', '.join(table.columns)}")
+    for column in columns:
+        if column not in table:
+            raise ValueError(f"this chart needs the column {column!r}; the table has: {', '.join(table.columns)}")
     if table.empty:
         raise ValueError("the table has no rows, so there is nothing to draw")
 
@@ -248,8 +223,6 @@ def _say(value, column):
         return f"{value:.0%}"
     if column.endswith("bytes"):
         return f"{value / 2**20:.3g} MiB"
-    if column.endswith("_s"):
-        return time(value * 1e6)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -264,40 +237,38 @@ def _looks(names):
     return {name: FIXED.get(name) or next(free) for name in names}
 
 
-def _bar(axes, place, row, column, colour, note):
-    low, high = row.get(column + "_low", row[column]), row.get(column + "_high", row[column])
-    axes.barh(place, row[column], 0.72, color=colour)
-    if high > low:
-        axes.plot([low, high], [place, place], color=INK, marker="|", linewidth=1.2, markersize=6)
-    axes.annotate(note, (max(high, row[column]), place), (6, 0), textcoords="offset points", va="center", fontsize=9)
-
-
-def _bar_axes(axes, spots, labels, label, column="_us"):
-    axes.set_yticks(list(spots), labels, color=INK)
+def _bars(axes, drawn, label):
+    """Draw bars with their intervals: (place, name, row, column, colour, note) each, times or all of one column."""
+    for place, _, row, column, colour, note in drawn:
+        low, high = (row.get(column + end, row[column]) for end in ("_low", "_high"))
+        axes.barh(place, row[column], 0.72, color=colour)
+        if high > low:
+            axes.plot([low, high], [place, place], color=INK, marker="|", linewidth=1.2, markersize=6)
+        axes.annotate(note, (high, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks([place for place, *_ in drawn], [name for _, name, *_ in drawn], color=INK)
     axes.tick_params(axis="y", left=False)
-    axes.set_xlim(0, axes.dataLim.xmax * 1.28)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _say(v, column)))
-    axes.set_xlabel(label)
+    axes.set(xlim=(0, axes.dataLim.xmax * 1.28), ylim=(drawn[-1][0] + 0.6, -0.6), xlabel=label)
+    axes.xaxis.set_major_formatter(lambda v, _: _say(v, column))
+    if column.endswith("bytes"):
+        axes.xaxis.set_major_locator(FixedLocator(MaxNLocator(5).tick_values(0, axes.get_xlim()[1] / 2**20) * 2**20))
 
 
 def _scale(axis, log, column, values):
     """Give an axis its scale and tick labels with units; ticks stand at the measured points where those are few."""
-    low, high = float(values.min()), float(values.max())
-    if log and low > 0:
-        getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
-        axis.set_minor_locator(NullLocator())
-        decades = np.log10(high / low)
+    points = places = np.unique(values)
+    if log and points[0] > 0:
+        places, decades = np.log(points), np.log10(points[-1] / points[0])
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         subs = (1,) if decades > 2.5 else (1, 2, 5) if decades > 0.9 else (1, 1.5, 2, 3, 5, 7)
         axis.set_major_locator(LogLocator(subs=subs, numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda v, _: _say(v, column)))
-    points = np.unique(values)
-    places = np.log(points) if log and low > 0 else points
-    if axis.axis_name == "x" and 1 < len(points) < 10 and np.diff(places).min() > 0.07 * np.ptp(places):
-        axis.set_major_locator(FixedLocator(points))
-    if column.endswith("share"):
-        getattr(axis.axes, f"set_{axis.axis_name}lim")(0, 1)
+        axis.set_minor_locator(NullLocator())
+    elif column.endswith("share"):
+        axis.axes.set(**{f"{axis.axis_name}lim": (0, 1)})
+    axis.set_major_formatter(lambda v, _: _say(v, column))
     if axis.axis_name == "y":
         axis.axes.grid(axis="y", color=PALE, zorder=0)
+    elif 1 < len(points) < 10 and np.diff(places).min() > 0.07 * np.ptp(places):
+        axis.set_major_locator(FixedLocator(points))
 
 
 def _curves(table, x, columns, by):
@@ -313,107 +284,71 @@ def _curves(table, x, columns, by):
 def _label_ends(axes, curves, looks, gap=0.075):
     """Write each line's name at its right end, moved up or down so that no two names touch."""
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-    last = {name: curve[["x", "y"]].iloc[-1].to_numpy() for name, curve in curves.items()}
-    spot = {name: (axes.transData + axes.transAxes.inverted()).transform(end)[1] for name, end in last.items()}
-    order = sorted(spot, key=spot.get)
-    for below, name in zip(order, order[1:]):
-        spot[name] = max(spot[name], spot[below] + gap)
-    for above, name in zip([None, *order[::-1]], order[::-1]):
-        spot[name] = min(spot[name], spot[above] - gap if above else 1.0)
-    for name in order:
-        axes.annotate(name, last[name], (1.03, spot[name]), textcoords="axes fraction", va="center", fontsize=9,
+    ends = {name: curve[["x", "y"]].iloc[-1].to_numpy() for name, curve in curves.items()}
+    to_height = axes.transData + axes.transAxes.inverted()
+    names = sorted(ends, key=lambda name: to_height.transform(ends[name])[1])
+    steps = gap * np.arange(len(names))
+    free = np.maximum.accumulate([to_height.transform(ends[name])[1] for name in names] - steps)
+    for name, height in zip(names, np.minimum(free, 1 - steps[-1]) + steps):
+        axes.annotate(name, ends[name], (1.03, height), textcoords="axes fraction", va="center", fontsize=9,
                       color=INK, arrowprops={"arrowstyle": "-", "color": looks[name][0], "linestyle": ":"})
 
 
 def _mark_crossing(axes, x, x_label, curves):
     """Mark where the first two lines cross for the last time, and say it in a sentence."""
-    (one, first), (two, second) = list(curves.items())[:2]
+    first, second, *_ = curves.values()
     both = first.merge(second, on="x")
-    gap, places = np.log(both.y_x / both.y_y).to_numpy(), np.log(both.x).to_numpy()
-    turns = np.flatnonzero((gap[:-1] < 0) != (gap[1:] < 0))
+    gap, places = np.log(both.y_x / both.y_y), np.log(both.x)
+    turns = np.flatnonzero(np.diff(gap < 0))
     if not turns.size:
-        return f"The two lines do not cross here: {one if gap[-1] > 0 else two} is the higher one at the end."
-    i = turns[-1]
-    meet = float(np.exp(places[i] - gap[i] * (places[i + 1] - places[i]) / (gap[i + 1] - gap[i])))
+        return "The two lines do not cross here."
+    around = slice(turns[-1], turns[-1] + 2)
+    meet = np.exp(np.interp(0, *zip(*sorted(zip(gap[around], places[around])))))
     axes.axvline(meet, color=QUIET, linewidth=1.2, linestyle=":")
-    axes.annotate(f"equal near {_say(meet, x)}", (meet, 1), (-5, -3), xycoords=("data", "axes fraction"), ha="right",
-                  textcoords="offset points", va="top", fontsize=9, color=INK)
+    axes.text(meet, 1, f"equal near {_say(meet, x)}", transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
     return f"The two are equal near {x_label} {_say(meet, x)}."
 
 
-def _step(name, part):
-    """Work out one panel: launches and kernels as (start, length) from the first launch, and the idle share."""
+def _copies(table):
+    return table["name"].str.startswith(("Memcpy", "Memset"))
+
+
+def _lanes(axes, name, part, window):
+    """Draw one step's launches above its kernels; return its end (from the first launch) and its counts in words."""
     part = part.sort_values("start_us")
-    zero = part["launch_at_us"].min()
-    kernels = list(zip(part["start_us"] - zero, part["gpu_us"]))
-    first = part.drop_duplicates(["launch_at_us", "launch_us"])
-    launches = list(zip(first["launch_at_us"] - zero, first["launch_us"]))
-    end, busy, reached = max(start + length for start, length in kernels), 0.0, 0.0
-    for start, length in kernels:  # kernels may overlap: count the time when at least one works
-        busy += max(0.0, start + length - max(start, reached))
-        reached = max(reached, start + length)
-    copy = part["name"].str.startswith(("Memcpy", "Memset"))  # each has a launch of its own
-    sent = len(part[~copy].drop_duplicates(["launch_at_us", "launch_us"]))
-    counts = f"{(~copy).sum()} kernels, {sent} launch{'es' if sent > 1 else ''}"
-    counts += f", {copy.sum()} cop{'ies' if copy.sum() > 1 else 'y'}" if copy.any() else ""
-    line = f"{name + ': ' if name else ''}{counts}, the GPU is idle {1 - busy / end:.0%} of {time(end)}"
-    return {"kernels": kernels, "launches": launches, "end": end, "line": line,
-            "text": line[0].upper() + line[1:] + ".", "pairs": list(zip(launches, first["start_us"] - zero))}
+    launch, start = (part[column] - part["launch_at_us"].min() for column in ("launch_at_us", "start_us"))
+    reached = (start + part["gpu_us"]).cummax()
+    idle = (start - reached.shift(fill_value=0)).clip(lower=0).sum() / reached.max()  # while no kernel works
+    axes.broken_barh([(0, reached.max())], (0, 0.8), facecolor=PALE)
+    axes.broken_barh(list(zip(start, part["gpu_us"])), (0, 0.8), facecolor=BLUE, linewidth=0)
+    axes.broken_barh(list(zip(launch, part["launch_us"])), (1, 0.8), facecolor=ORANGE, linewidth=0)
+    first = ~launch.duplicated() & (launch < window)
+    if first.sum() <= 24:  # few enough to be told apart: a line from each launch to its kernel
+        for pair in zip((launch + part["launch_us"])[first], start[first]):
+            axes.plot(pair, [1, 0.8], color=QUIET, linewidth=0.9)
+    axes.set_yticks([0.4, 1.4], ["GPU works", "CPU launches"], color=INK)
+    axes.set_ylim(-0.08, 1.9)
+    axes.tick_params(left=False)
+    axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.4g}")
+    kernels = ~_copies(part)  # a copy has a launch of its own
+    launches = launch[kernels].nunique()
+    line = (f"{name and name + ': '}{kernels.sum()} kernels, {launches} launch{'es' if launches > 1 else ''}, "
+            f"the GPU is idle {idle:.0%} of {time(reached.max())}")
+    axes.set_title(line, loc="left", fontsize=10, color=INK)
+    return reached.max(), f"{line[0].upper()}{line[1:]}."
 
 
-def _join(axes, step, window):
-    """Draw a line from each launch to its kernel, where the window holds few enough to be told apart."""
-    pairs = [(at + length, start) for (at, length), start in step["pairs"] if at < window[1] and start >= window[0]]
-    if len(pairs) <= 24:
-        for launched, start in pairs:
-            axes.plot([launched, start], [1, 0.8], color=QUIET, linewidth=0.9)
-
-
-def _levels(table):
-    """Find how many nodes stand before each node on its longest chain: {node: level}."""
-    waits, level = dict(zip(table["node"], table["after"])), {}
-    for node in TopologicalSorter(waits).static_order():
-        if node not in waits:
-            raise ValueError(f"a node waits for node {node}, which is not in the table")
-        level[node] = 1 + max((level[other] for other in waits[node]), default=-1)
-    return level
-
-
-def _spots(shown, level, across=8, tall=8):
+def _spots(level, across=8):
     """Place nodes, one column a level, wrapped into bands: {node: (column, row)} and the height in rows."""
-    columns = []
-    for depth in sorted({level[node] for node in shown}):
-        same = [node for node in shown if level[node] == depth]
-        columns += [same[i:i + tall] for i in range(0, len(same), tall)]
-    spots, top = {}, 0
-    for start in range(0, len(columns), across):
-        band = columns[start:start + across]
-        spots.update({node: (x, top + y) for x, column in enumerate(band) for y, node in enumerate(column)})
-        top += max(map(len, band))
-    return spots, top
+    depth = pd.Series(level)
+    band, row = depth // across, depth.groupby(depth).cumcount()
+    heights = row.groupby(band).max() + 1
+    return dict(zip(level, zip(depth % across, row + band.map(heights.cumsum() - heights)))), heights.sum()
 
 
 def _arrow(axes, source, target):
     (x, y), (to_x, to_y) = (source[0] + 0.8, source[1] + 0.36), (target[0], target[1] + 0.36)
-    if to_x <= x:  # on to the next band: round the right edge, back along the gap, into the box from the left
-        gap = to_y - 0.5
-        axes.plot([x, x + 0.1, x + 0.1, to_x - 0.1, to_x - 0.1, to_x], [y, y, gap, gap, to_y, to_y],
-                  color=QUIET, linewidth=0.9, zorder=1)
-        x, y = to_x - 0.08, to_y
-    bend = -0.25 if to_y == y and to_x - x > 0.5 else 0
-    axes.annotate("", (to_x, to_y), (x, y), zorder=2, arrowprops={
-        "arrowstyle": "-|>", "color": QUIET, "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 7,
-        "connectionstyle": f"arc3,rad={bend}"})
-
-
-def _tint(colour):
-    return tuple(1 - 0.15 * (1 - part) for part in to_rgb(colour))
-
-
-def _two_lines(name, letters=11):
-    """Break a kernel's name into two lines that fit its box, after a "_" where there is one."""
-    if len(name) <= letters:
-        return name
-    split = name.rfind("_", 4, letters) + 1 or letters
-    rest = name[split:]
-    return name[:split] + "\n" + (rest if len(rest) <= letters else rest[:letters - 1] + "…")
+    around = [(x + 0.1, y), (x + 0.1, to_y - 0.5), (to_x - 0.1, to_y - 0.5), (to_x - 0.1, to_y)]
+    next_door = 0 < to_x - x < 0.5  # else the arrow goes back, or past others, along the gap above its target
+    axes.add_patch(FancyArrowPatch(path=Line([(x, y), *([] if next_door else around), (to_x, to_y)]), color=QUIET,
+                                   arrowstyle="-|>", mutation_scale=7, linewidth=0.9, fill=True, joinstyle="miter"))

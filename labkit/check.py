@@ -2,7 +2,7 @@
 
 import copy
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from labkit import claims
 
@@ -20,10 +20,10 @@ def guess(guess, actual, unit=""):
 
 
 def _distance(guess, actual):
+    if _same(guess, actual, 0.0):
+        return "That is it."
     if not (_is_number(guess) and _is_number(actual)):
-        return "That is it." if _same(guess, actual, 0.0) else "Not what was measured: good to know."
-    if guess == actual:
-        return "Exactly."
+        return "Not what was measured: good to know."
     if guess * actual <= 0:
         return f"You were {_said(abs(guess - actual))} away."
     factor, side = max(guess / actual, actual / guess), "low" if abs(guess) < abs(actual) else "high"
@@ -31,7 +31,7 @@ def _distance(guess, actual):
 
 
 def value(name, answer, expected, rel=0.02, hints=None):
-    """Check one answer: a number within `rel`, a word, a truth value, or a list or tensor of those.
+    """Check a number (within `rel`), a word, a truth value, or a list or tensor of those.
 
     `hints` maps a wrong answer, or a function of the answer that is true for wrong ones, to what to say.
     """
@@ -61,10 +61,7 @@ def function(name, fn, cases, rel=0.02, hints=None):
 
 @contextmanager
 def expect_error(fragment):
-    """Expect the block to raise an error whose message, or that of one behind it, holds `fragment`; print it kindly.
-
-    AssertionError when the block raises nothing, or something else.
-    """
+    """Expect an error whose message, or that of one behind it, holds `fragment`: print it, else AssertionError."""
     try:
         yield
     except Exception as error:
@@ -98,8 +95,7 @@ def _judged(answer, expected, rel, hints):
 def _plain(value):
     """Turn tensors, arrays and their scalars into Python numbers and lists."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    value = list(value) if isinstance(value, (tuple, range)) else value
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple, range)) else value
 
 
 def _is_number(value):
@@ -119,11 +115,9 @@ def _same(answer, expected, rel):
 
 def _hint(answer, hints, rel):
     for wrong, hint in (hints or {}).items():
-        try:
+        with suppress(Exception):  # a hint's test that does not fit this kind of answer
             if wrong(answer) if callable(wrong) else _same(answer, _plain(wrong), rel):
                 return hint
-        except Exception:  # a hint's test that does not fit this kind of answer
-            continue
     return ""
 
 
@@ -133,19 +127,18 @@ def _off(answer, expected, rel):
     want, got = (kinds.get(type(v), type(v).__name__) for v in (expected, answer))
     if want != got:
         return f"this should be {want}, and is {got}"
+    if want == "a list" and len(answer) != len(expected):
+        return f"this should have {len(expected)} items, and has {len(answer)}"
     if want == "a list":
-        if len(answer) != len(expected):
-            return f"this should have {len(expected)} items, and has {len(answer)}"
-        i = next(i for i, (a, e) in enumerate(zip(answer, expected, strict=True)) if not _same(a, e, rel))
-        return f"the first item that is off is number {i}: {_off(answer[i], expected[i], rel)}"
+        i, a, e = next((i, a, e) for i, (a, e) in enumerate(zip(answer, expected)) if not _same(a, e, rel))
+        return f"the first item that is off is number {i}: {_off(a, e, rel)}"
     if want != "a number" or math.isnan(answer):
         return f"{_said(answer)} is not it"
-    if answer * expected < 0:
-        return "the sign is off"
-    for power in (1e3, 1e6, 1e9):
-        if any(math.isclose(answer * p, expected, rel_tol=0.05) for p in (power, 1 / power)):
-            return f"off by a factor of {power:,.0f}: which unit is asked for?"
-    return f"{_said(answer)} is too {'small' if answer < expected else 'large'}"
+    for power in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9):
+        if math.isclose(answer * power, expected, rel_tol=0.05):
+            return f"off by a factor of {max(power, 1 / power):,.0f}: which unit is asked for?"
+    return "the sign is off" if answer * expected < 0 else (
+        f"{_said(answer)} is too {'small' if answer < expected else 'large'}")
 
 
 def _said(value):
@@ -155,4 +148,4 @@ def _said(value):
 
 
 def _first_line(error):
-    return (str(error).strip().splitlines() or ["(no message)"])[0]
+    return str(error).strip().partition("\n")[0]

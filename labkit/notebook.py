@@ -22,26 +22,21 @@ class IsolatedError(Exception):
 def banner():
     """Say if this lab runs LIVE or RECORDED, why, and how to change that; make `%%gpu` and `%%isolated` work."""
     if shell := get_ipython():
-        _load(shell)
+        shell.register_magic_function(gpu, "cell")
+        shell.register_magic_function(isolated, "cell")
+        if _run_gpu_cells_natively not in shell.input_transformers_cleanup:
+            shell.input_transformers_cleanup.append(_run_gpu_cells_natively)
+            shell.events.register("post_run_cell", _hint_at_order)
     here = machine.mode()
     if here.live:
         return _show("LIVE", f"LIVE on {here.reason}. Everything below is measured here, now.")
     try:
         about = recordings.about()
-        source = f"RECORDED on {about['gpu']}, {about['date']}"
-        what = "Cells marked %%gpu show what they put out there; nothing is measured here."
+        said = (f"RECORDED on {about['gpu']}, {about['date']}. Cells marked %%gpu show what they put out there; "
+                "nothing is measured here.")
     except recordings.RecordingError as error:
-        source, what = "RECORDED", f"But {error}."
-    _show("RECORDED", f"{source}. {what} Why: {here.reason}. {here.fix}")
-
-
-def _load(shell):
-    shell.register_magic_function(gpu, "cell")
-    shell.register_magic_function(isolated, "cell")
-    if _run_gpu_cells_natively not in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.append(_run_gpu_cells_natively)
-    if _hint_at_order not in shell.events.callbacks["post_run_cell"]:
-        shell.events.register("post_run_cell", _hint_at_order)
+        said = f"RECORDED. But {error}."
+    _show("RECORDED", f"{said} Why: {here.reason}. {here.fix}")
 
 
 def _run_gpu_cells_natively(lines):
@@ -87,26 +82,25 @@ def _arguments(line):
     parser.add_argument("--expect")
     try:
         wanted, others = parser.parse_known_args(shlex.split(line))
+        if others:
+            raise ValueError(f"it knows --timeout SECONDS and --expect TEXT, not {' '.join(others)}")
     except (argparse.ArgumentError, ValueError) as error:
         raise UsageError(f"%%isolated: {error}") from None
-    if others:
-        raise UsageError(f"%%isolated knows --timeout SECONDS and --expect TEXT, not {' '.join(others)}")
     return wanted
 
 
 def _judge(failure, expect):
     """Raise unless a child failed as expected: `failure` is all that it said of itself, "" if it finished."""
     if expect and expect.lower() not in failure.lower():
-        came = "it failed in another way" if failure else "it did not fail"
-        raise IsolatedError(f"this cell was to fail with {expect!r}, but {came}")
+        raise IsolatedError(f"this cell was to fail with {expect!r}, but it "
+                            f"{'failed in another way' if failure else 'did not fail'}")
     if failure and not expect:
         raise IsolatedError("the child process failed (a cell that is meant to fail says --expect TEXT)")
 
 
 def _replay(source, expect=None):
     """Show the recorded outputs of a cell under their label, or say that there are none."""
-    found = recordings.cell_outputs(source)
-    if found is None:
+    if not (found := recordings.cell_outputs(source)):
         return _show("RECORDED", "This cell has no recording (changed, or never recorded): it needs an NVIDIA GPU.")
     told, outputs = found
     _show("RECORDED", told["label"])

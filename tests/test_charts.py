@@ -100,11 +100,11 @@ def test_timeline_tells_copies_from_kernels():
     made = step(5)
     made.loc[made["index"] == 0, "name"] = "Memcpy DtoD (Device -> Device)"
     text = charts.timeline(made).text
-    assert "Eager: 4 kernels, 4 launches, 1 copy, the" in text and "Graph: 4 kernels, 1 launch, 1 copy, the" in text
+    assert "Eager: 4 kernels, 4 launches, the" in text and "Graph: 4 kernels, 1 launch, the" in text
 
 
 def test_timeline_zooms():
-    assert "shows 20 µs to 60 µs" in charts.timeline(step(), window_us=(20, 60)).text
+    assert "shows the first 50 µs;" in charts.timeline(step(), window_us=50).text
     assert charts.timeline(step(), window_us=50).png != charts.timeline(step()).png
 
 
@@ -113,17 +113,17 @@ def test_durations_count_a_graph_and_its_eager_twin_once():
 
 
 def test_graph_drawing_says_shape_and_what_is_left_out():
-    assert "in a single chain" in charts.graph_drawing(nodes(4)).text
-    assert "longest chain has 38 nodes" in charts.graph_drawing(nodes(40, (6, 20))).text
-    assert "first 40; 260 more follow" in charts.graph_drawing(nodes(300)).text
-    with pytest.raises(ValueError, match="waits for node 7"):
-        charts.graph_drawing(table([{"node": 0, "kind": "kernel", "name": "a", "after": [7]}]))
+    assert "longest chain has 4 of" in charts.graph_drawing(nodes(4)).text
+    assert "longest chain has 38 of" in charts.graph_drawing(nodes(40, (6, 20))).text
+    text = charts.graph_drawing(nodes(300)).text
+    assert text.startswith("300 nodes") and text.endswith("shows the first 40.")
 
 
 def test_boxes_never_share_a_place():
-    level = charts._levels(nodes(60, (5, 9, 30)))
-    spots, _ = charts._spots(sorted(level), level)
+    level = {node: node - (node > 5) - (node > 9) - (node > 30) for node in range(60)}
+    spots, height = charts._spots(level)
     assert len(set(spots.values())) == 60 and max(column for column, _ in spots.values()) < 8
+    assert max(row for _, row in spots.values()) == height - 1
 
 
 @pytest.mark.parametrize("us, said", [(0.5, "0.5 µs"), (999.4, "999 µs"), (999.9, "1 ms"), (1234, "1.23 ms"),

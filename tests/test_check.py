@@ -22,9 +22,9 @@ def said(capsys, call, *args, **kwargs):
 
 
 @pytest.mark.parametrize("guess, words", [
-    (..., "Not guessed yet"), (None, "Not guessed yet"), (340, "Exactly."), (250, "Close."),
+    (..., "Not guessed yet"), (None, "Not guessed yet"), (340, "That is it."), (250, "Close."),
     (150, "Too low by a factor of 2.3."), (30, "Too low by a factor of 11"), (0, "340 away"),
-    (34_000, "Too high by a factor of 100"), ("many", "Not what was measured"), (Device(340), "Exactly.")])
+    (34_000, "Too high by a factor of 100"), ("many", "Not what was measured"), (Device(340), "That is it.")])
 def test_guess_is_kind_about_any_guess(capsys, guess, words):
     out = said(capsys, check.guess, guess, 340, "kernels")
     assert "Measured: 340 kernels." in out and words in out
