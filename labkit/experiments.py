@@ -158,23 +158,6 @@ def _bare_launch(graph):
 
 
 @experiment
-@apart
-def profiler_cost():
-    """Time the same eager step and the same replay before and after the profiler has run once in the process."""
-    import torch
-
-    from labkit import models, timing, trace
-
-    pair, _ = _pair(*models.build("mlp"))
-    with torch.inference_mode():
-        before = timing.compare(pair, budget_s=3)
-        trace.record(pair["eager"])
-        after = timing.compare(pair, budget_s=3)
-    return [row | {"how": f"{row['name']}, {when}", "profiled": profiled}
-            for when, both, profiled in (("before", before, False), ("after", after, True)) for row in both.rows("eager")]
-
-
-@experiment
 def matmul_crossover():
     """Time one float16 matrix product, square, from tiny to large: CPU time to enqueue it against GPU time."""
     import torch
