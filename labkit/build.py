@@ -1,6 +1,7 @@
 """From each solution notebook make the learner's copy, and keep both in one canonical form.
 
-Cells tagged `instructor` or `solution` stay out of the learner's copy; those tagged `this-machine` keep no outputs.
+Cells tagged `instructor` or `solution` stay out of the learner's copy; those tagged `this-machine` keep no
+outputs, those tagged `hide-input` are closed.
 Inside a cell, the lines from `# solution` to `# end of solution` give way to one stub line, or to nothing right below
 a line that is a stub already (`answer = ...`).
 """
@@ -100,6 +101,8 @@ def canonical(notebook):
     copy.metadata, copy.nbformat, copy.nbformat_minor = nbformat.from_dict(METADATA), 4, 5
     for cell in copy.cells:
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k == "tags" and v})
+        if "hide-input" in cell.metadata.get("tags", ()):  # a check holds the answer: closed until clicked open
+            cell.metadata["jupyter"] = {"source_hidden": True}
         if cell.cell_type == "code":
             about_here = "this-machine" in cell.metadata.get("tags", ())  # what it says is true on one machine only
             cell.outputs = nbformat.from_dict([] if about_here else plain_outputs(cell.outputs))

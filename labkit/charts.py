@@ -324,7 +324,8 @@ def _lanes(axes, name, part, window):
     axes.broken_barh(list(zip(launch, part["launch_us"])), (1, 0.8), facecolor=ORANGE, linewidth=0)
     first = ~launch.duplicated() & (launch < window)
     if first.sum() <= 24:  # few enough to be told apart: a line from each launch to its kernel
-        for pair in zip((launch + part["launch_us"])[first], start[first]):
+        ends = np.minimum(launch + part["launch_us"], start)  # a graph's first kernel starts while it is launched
+        for pair in zip(ends[first], start[first]):
             axes.plot(pair, [1, 0.8], color=QUIET, linewidth=0.9)
     axes.set_yticks([0.4, 1.4], ["GPU works", "CPU launches"], color=INK)
     axes.set_ylim(-0.08, 1.9)

@@ -80,7 +80,8 @@ def claim(id, table=None):
 
 
 def _say(name, verdict, hint=""):
-    print(f"{verdict}: {name}{hint and '. Hint: ' + hint.rstrip('.') + '.'}")
+    end = "" if hint.endswith(("?", "!", ".")) else "."
+    print(f"{verdict}: {name}{hint and '. Hint: ' + hint + end}")
 
 
 def _judged(answer, expected, rel, hints):
@@ -124,14 +125,14 @@ def _hint(answer, hints, rel):
 def _off(answer, expected, rel):
     """Say what is off about a wrong answer without giving the right one away."""
     kinds = {bool: "True or False", int: "a number", float: "a number", str: "a word", list: "a list"}
-    want, got = (kinds.get(type(v), type(v).__name__) for v in (expected, answer))
+    want, got = (kinds.get(type(v), f"something else ({type(v).__name__})") for v in (expected, answer))
     if want != got:
         return f"this should be {want}, and is {got}"
     if want == "a list" and len(answer) != len(expected):
         return f"this should have {len(expected)} items, and has {len(answer)}"
     if want == "a list":
         i, a, e = next((i, a, e) for i, (a, e) in enumerate(zip(answer, expected)) if not _same(a, e, rel))
-        return f"the first item that is off is number {i}: {_off(a, e, rel)}"
+        return f"the first that is off is item {i + 1} of {len(expected)}: {_off(a, e, rel)}"
     if want != "a number" or math.isnan(answer):
         return f"{_said(answer)} is not it"
     for power in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9):

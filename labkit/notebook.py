@@ -32,7 +32,7 @@ def banner():
         return _show("LIVE", f"LIVE on {here.reason}. Everything below is measured here, now.")
     try:
         about = recordings.about()
-        said = (f"RECORDED on {about['gpu']}, {about['date']}. Cells marked %%gpu show what they put out there; "
+        said = (f"RECORDED on {about['gpu']}, {about['date']}. Cells marked %%gpu show their output from that GPU; "
                 "nothing is measured here.")
     except recordings.RecordingError as error:
         said = f"RECORDED. But {error}."

@@ -46,7 +46,7 @@ def test_any_right_answer_is_correct(capsys, answer, expected):
     (103, 100, "too large"), (-100, 100, "sign"), (0.1, 100, "factor of 1,000: which unit"), (float("nan"), 1, "nan is not it"),
     (True, 1, "should be a number, and is True or False"), (1, True, "should be True or False, and is a number"),
     ("many", 100, "should be a number, and is a word"), ([1, 2], [1, 2, 3], "should have 3 items, and has 2"),
-    ([1.01, 2, 4], [1, 2, 3], "number 2: 4 is too large"), ("eager", "graph", "eager is not it"), (3, [3], "a list")])
+    ([1.01, 2, 4], [1, 2, 3], "item 3 of 3: 4 is too large"), ("eager", "graph", "eager is not it"), (3, [3], "a list")])
 def test_a_wrong_answer_hears_what_is_off(capsys, answer, expected, off):
     out = said(capsys, check.value, "x", answer, expected)
     assert out.startswith("✗ not yet: x. Hint: ") and off in out

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOLUTIONS = build.solutions()
 LEARNERS = sorted(build.NOTEBOOKS.glob("*.ipynb"))
 MAGICS = ("%%gpu", "%%isolated")
-TAGS = {"instructor", "solution", "this-machine", "nbval-check-output"}
+TAGS = {"instructor", "solution", "this-machine", "hide-input", "nbval-check-output"}
 ANSWERS = (check.NOT_ATTEMPTED, check.NOT_YET, check.CORRECT)
 
 solutions = pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
