@@ -1,6 +1,7 @@
 """The house rules of imports: rooms import only rooms below them, and few of them know torch or widgets."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# From the ground floor up; a room may import those named before it, at the top of its file or inside a function.
-FLOORS = ("install", "machine", "explain", "watch", "timing", "graphs", "buckets", "models", "decode", "trace", "launch_model",
-          "isolate", "recordings", "experiments", "claims", "charts", "explorers", "notebook", "check", "build", "record",
-          "__main__")
+# A room may import those named before it in the table, at the top of its file or inside a function.
+FLOORS = re.findall(r"^\| `(\w+)[./]", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M)
 NEVER_TORCH = ("install", "explain", "launch_model", "recordings", "claims", "charts", "check", "build", "record")
 FILES = sorted(path for path in (ROOT / "labkit").rglob("*.py") if path != ROOT / "labkit" / "__init__.py")
 
