@@ -13,7 +13,7 @@ from pathlib import Path
 
 import labkit
 from labkit import build as notebooks
-from labkit import machine
+from labkit import machine, recordings
 from labkit.recordings import RecordingError
 
 
@@ -24,6 +24,10 @@ class Refusal(Exception):
 def doctor(args):
     """Print every check with its fix; 1 only if something installed is broken."""
     checks = machine.doctor()
+    try:
+        recordings.about()
+    except RecordingError as error:
+        checks.append(machine.Check("recordings", "warning", "cannot be used", str(error)))
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))
     else:
@@ -65,6 +69,8 @@ def lab(args):
 def find_labs(names, folder):
     """Return the notebooks meant by names ("10", "10_measure_launch_overhead"); none means all."""
     labs = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
+    if not labs:
+        raise Refusal(f"there are no labs in {folder}")
     found = []
     for name in names:
         stem = Path(name).stem
@@ -73,7 +79,7 @@ def find_labs(names, folder):
             close = difflib.get_close_matches(stem, labs, cutoff=0.4) or labs
             raise Refusal(f"there is no lab {name!r}; did you mean {' or '.join(close)}?")
         found += [labs[lab] for lab in meant]
-    return found or list(labs.values())
+    return list(dict.fromkeys(found)) or list(labs.values())
 
 
 def run(args):
@@ -82,12 +88,18 @@ def run(args):
     folder = notebooks_folder()
     labs = find_labs(args.labs, folder / "solutions" if args.solutions else folder)
     out = Path(args.out or time.strftime("runs/%Y-%m-%dT%H-%M-%S"))
+    if out.resolve() in (folder.resolve(), (folder / "solutions").resolve()):
+        raise Refusal(f"{out} holds the labs themselves: name another folder for the executed copies")
     out.mkdir(parents=True, exist_ok=True)
     print(f"Labs run {'LIVE' if machine.mode().live else 'RECORDED'}: {machine.mode().reason}.")
     done, failures, stopped = [], [], ""
     try:
         for path in labs:
-            done.append(nbformat.read(path, as_version=4))
+            try:
+                done.append(nbformat.read(path, as_version=4))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                failures.append(f"{path.name} is no notebook ({str(error).splitlines()[0]}): restore it from git, or build it")
+                continue
             try:
                 notebooks.execute(path, done[-1])
             except notebooks.BuildError as error:
@@ -164,6 +176,8 @@ def main(argv=None):
     args.jupyter = others
     os.environ.update(machine.writable_environment())
     try:
+        if (wrong := machine.wrong_settings()) and args.command != "doctor":
+            raise Refusal(wrong)
         return args.fn(args) or 0
     except (Refusal, RecordingError, notebooks.BuildError, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)

@@ -178,11 +178,15 @@ def _read(path):
     import nbformat
     try:
         raw = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise BuildError(f"{path.name} is no notebook: {error}") from None
-    if any("id" not in cell for cell in raw["cells"]):
+        ids = [cell.get("id") for cell in raw["cells"]]
+        notebook = nbformat.reads(json.dumps(raw), as_version=nbformat.NO_CONVERT)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BuildError(f"{path.name} is no notebook: {str(error).strip().partition(chr(10))[0]}") from None
+    if None in ids:
         raise BuildError(f"{path.name} has cells without ids: open and save it in JupyterLab 4, then build again")
-    return nbformat.reads(json.dumps(raw), as_version=nbformat.NO_CONVERT)
+    if len(set(ids)) < len(ids):
+        raise BuildError(f"{path.name} has two cells with one id: give each its own")
+    return notebook
 
 
 def write(path, text, only_look=False):

@@ -14,6 +14,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as Line
+from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
@@ -60,6 +61,7 @@ class Chart:
 def compare(table, title=None):
     """Draw the CPU, GPU and wall time of each row (`name`) as grouped bars with intervals, and the speedup."""
     _require(table, "name", *CLOCKS)
+    _few(table)
     figure, axes = _figure(0.9 + 1.15 * len(table))
     drawn, said = [], []
     for top, (_, row) in zip(np.arange(len(table)) * 4.3, table.iterrows()):
@@ -79,6 +81,7 @@ def compare(table, title=None):
 def bars(table, label, value, by=None, title=None, value_label=None):
     """Draw one bar a row, in the table's order; `by` names a column that colours and marks them."""
     _require(table, label, value, *filter(None, [by]))
+    _few(table)
     figure, axes = _figure(1.1 + 0.34 * len(table))
     looks = _looks(table[by].unique()) if by else {}
     value_label, drawn = value_label or _words(value), []
@@ -131,7 +134,9 @@ def durations(table, title=None):
     _require(table, "name", "gpu_us")
     if "how" in table:  # a graph replays the same kernels: counting them twice would say nothing new
         table = table[table["how"] == table["how"].iloc[0]]
-    times = table[~_copies(table)]["gpu_us"]
+    times = table[~_copies(table) & (table["gpu_us"] > 0)]["gpu_us"]
+    if times.empty:
+        raise ValueError("the table has no kernels, so there is nothing to draw")
     figure, axes = _figure(3.0)
     median = times.median()
     edges = np.geomspace(times.min() * 0.8, times.max() * 1.25, 25)
@@ -192,6 +197,8 @@ def _chart(figure, table, title, said):
     provenance, drawn, png = table.attrs["provenance"], io.BytesIO(), io.BytesIO()
     figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=11.5, weight="bold", color=INK)
     figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a $ in a name is a $
     figure.savefig(drawn)
     picture = Image.open(drawn).convert("RGB")
     picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(png, "png")  # a third of the bytes
@@ -205,8 +212,16 @@ def _require(table, *columns):
     for column in columns:
         if column not in table:
             raise ValueError(f"this chart needs the column {column!r}; the table has: {', '.join(table.columns)}")
+        numbers = pd.api.types.is_numeric_dtype(table[column])
+        if numbers and not np.isfinite(table[column].astype(float)).all():
+            raise ValueError(f"the column {column!r} has values that are no numbers: leave those rows out")
     if table.empty:
         raise ValueError("the table has no rows, so there is nothing to draw")
+
+
+def _few(table, most=100):
+    if len(table) > most:
+        raise ValueError(f"the table has {len(table):,} rows, and bars show up to {most}: pick some of them")
 
 
 def time(us):
@@ -296,8 +311,8 @@ def _label_ends(axes, curves, looks, gap=0.075):
 
 def _mark_crossing(axes, x, x_label, curves):
     """Mark where the first two lines cross for the last time, and say it in a sentence."""
-    first, second, *_ = curves.values()
-    both = first.merge(second, on="x")
+    first, second = [*curves.values(), *curves.values()][:2]
+    both = first.merge(second, on="x").query("x > 0 and y_x > 0 and y_y > 0")
     gap, places = np.log(both.y_x / both.y_y), np.log(both.x)
     turns = np.flatnonzero(np.diff(gap < 0))
     if not turns.size:

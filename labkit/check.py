@@ -2,6 +2,7 @@
 
 import copy
 import math
+import textwrap
 from contextlib import contextmanager, suppress
 
 from labkit import claims
@@ -95,12 +96,14 @@ def _judged(answer, expected, rel, hints):
 
 def _plain(value):
     """Turn tensors, arrays and their scalars into Python numbers and lists."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple, range)) else value
+    with suppress(Exception):  # a class, a tensor without data, a list that holds itself
+        plain = value.tolist() if hasattr(value, "tolist") else value
+        return [_plain(item) for item in plain] if isinstance(plain, (list, tuple, range)) else plain
+    return value
 
 
 def _is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _same(answer, expected, rel):
@@ -133,7 +136,7 @@ def _off(answer, expected, rel):
     if want == "a list":
         i, a, e = next((i, a, e) for i, (a, e) in enumerate(zip(answer, expected)) if not _same(a, e, rel))
         return f"the first that is off is item {i + 1} of {len(expected)}: {_off(a, e, rel)}"
-    if want != "a number" or math.isnan(answer):
+    if want != "a number" or not _is_number(answer):
         return f"{_said(answer)} is not it"
     for power in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9):
         if math.isclose(answer * power, expected, rel_tol=0.05):
@@ -145,7 +148,7 @@ def _off(answer, expected, rel):
 def _said(value):
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if _is_number(value) else str(value)
+    return f"{value:,}" if _is_number(value) else textwrap.shorten(str(value), 200, placeholder=" ...")
 
 
 def _first_line(error):

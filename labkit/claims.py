@@ -35,7 +35,7 @@ class Verdict:
 
 def judge(id, table=None):
     """Judge the claim `id` on the table of its experiment; "not measured" without one."""
-    if id not in CLAIMS:
+    if not isinstance(id, str) or id not in CLAIMS:
         raise ValueError(f"there is no claim {id!r}; there are: {', '.join(CLAIMS)}")
     claim = CLAIMS[id]
     if table is None or table.empty:

@@ -85,10 +85,22 @@ def _nvml_get(call, *args):
 _REINSTALL = "Reinstall torch: pip install --force-reinstall torch"
 
 
+def wrong_settings():
+    """Return what is wrong with the environment variables of the labs, in one line, or ""."""
+    wish, budget = (os.environ.get(name, "").strip() for name in ("LABKIT_MODE", "LABKIT_BUDGET"))
+    if wish.lower() not in ("", "recorded"):
+        return f"LABKIT_MODE={wish} means nothing: unset it, or set it to recorded"
+    try:
+        fine = not budget or 0 < float(budget) <= 1000
+    except ValueError:
+        fine = False
+    return "" if fine else f"LABKIT_BUDGET={budget} is no number above 0, such as 0.2 (a fifth of the time): set it so, or unset it"
+
+
 @functools.cache
 def mode():
     """Say whether labs run LIVE on this machine's GPU or RECORDED, why, and what would change that."""
-    if os.environ.get("LABKIT_MODE") == "recorded":
+    if os.environ.get("LABKIT_MODE", "").strip().lower() == "recorded":
         return Mode(False, "LABKIT_MODE=recorded is set", "Unset LABKIT_MODE to use this machine's GPU.")
     if not _nvml() and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
         return Mode(False, "no NVIDIA GPU or driver was found", "Without one, the labs show recordings.")
@@ -222,6 +234,7 @@ def doctor():
         _judged("home folder", "settings live in a temporary folder" if moved else "can be written",
                 moved and "It cannot be written: set HOME to a folder of your own to keep Jupyter's settings."),
         _judged("recordings", recorded or "none", not recorded and "With a GPU: python -m labkit record"),
+        _judged("settings", "fine", wrong_settings()),
         Check("system", "ok", f"{platform.platform()}, Python {platform.python_version()}")]
 
 

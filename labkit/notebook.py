@@ -1,6 +1,7 @@
 """The notebook's side: banner(), and the `%%gpu` and `%%isolated` cells, live on a GPU or as recorded on one."""
 
 import argparse
+import contextlib
 import html
 import shlex
 import sys
@@ -28,6 +29,8 @@ def banner():
             shell.input_transformers_cleanup.append(_run_gpu_cells_natively)
             shell.events.register("post_run_cell", _hint_at_order)
     here = machine.mode()
+    if wrong := machine.wrong_settings():
+        print(f"Careful: {wrong}.")
     if here.live:
         return _show("LIVE", f"LIVE on {here.reason}. Everything below is measured here, now.")
     try:
@@ -76,9 +79,16 @@ def isolated(line, cell):
     _judge(f"{result.cause}\n{result.error}\n{result.how_it_ended}" if result.error else "", wanted.expect)
 
 
+def _seconds(word):
+    with contextlib.suppress(ValueError):
+        if float(word) > 0:
+            return float(word)
+    raise argparse.ArgumentTypeError(f"wants seconds above 0, not {word!r}")
+
+
 def _arguments(line):
     parser = argparse.ArgumentParser("%%isolated", add_help=False, exit_on_error=False)
-    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--timeout", type=_seconds, default=60.0)
     parser.add_argument("--expect")
     try:
         wanted, others = parser.parse_known_args(shlex.split(line))

@@ -120,9 +120,9 @@ def _readable(pattern):
 @functools.lru_cache(maxsize=64)
 def _read(path, _changed_at):
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8"), parse_constant=_no_number)
         wrong = _what_is_wrong(document)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         wrong = f"cannot be read ({error})"
     if wrong:
         fix = ("update labkit: git pull, then make lab" if "newer" in wrong else
@@ -131,25 +131,46 @@ def _read(path, _changed_at):
     return document
 
 
+def _no_number(word):
+    raise ValueError(f"{word} is no number that a recording may hold")
+
+
 def _what_is_wrong(document):
     """Return what keeps a document from being a recording of this schema ("" if nothing)."""
     if not isinstance(document, dict):
         return "is not a recording"
     schema = document.get("schema")
-    if isinstance(schema, int) and schema != SCHEMA:
+    if type(schema) is int and schema != SCHEMA:
         return f"has schema {schema}, {'newer' if schema > SCHEMA else 'older'} than this labkit's {SCHEMA}"
     fields = FIELDS | ({"cells": dict} if document.get("kind") == "cells" else {"rows": list})
     for field, kind in fields.items():
-        if not isinstance(document.get(field), kind):
+        if not isinstance(document.get(field), kind) or document[field] is True:
             return f"has {'a wrong' if field in document else 'no'} field {field!r} (it is a {kind.__name__})"
     if not isinstance(document["machine"].get("gpu"), str):
         return "does not say which GPU it was measured on"
     parts = [*document.get("rows", ()), *document.get("cells", {}).values()]
     if not all(isinstance(part, dict) for part in parts):
         return "has rows or cells that are no dicts"
+    if "rows" in fields and not parts:
+        return "has no rows"
     if "cells" in fields and any({"code_hash", "outputs"} - part.keys() for part in parts):
         return "has a cell without code_hash or outputs"
+    if "cells" in fields and not all(isinstance(p["outputs"], list) and all(map(_is_output, p["outputs"])) for p in parts):
+        return "has a cell with outputs that are none"
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", document["recorded_at"]):
+        return "has a date that is none"
     return ""
+
+
+def _is_output(output):
+    """Say whether something is a cell's output of the kinds that recordings keep; no scripts, no live widgets."""
+    if not isinstance(output, dict):
+        return False
+    if output.get("output_type") == "stream":
+        return output.get("name") in ("stdout", "stderr") and isinstance(output.get("text"), str)
+    data = output.get("data")
+    return isinstance(data, dict) and isinstance(output.get("metadata"), dict) and data.keys() <= {
+        "text/plain", "text/html", "image/png"} and "<script" not in str(data.get("text/html", "")).lower()
 
 
 def provenance(name, document=None, stale=False):

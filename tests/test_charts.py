@@ -135,3 +135,19 @@ def test_times_are_said_in_a_fitting_unit(us, said):
 def test_save_writes_the_picture(tmp_path):
     chart = charts.compare(pair())
     assert chart.save(tmp_path / "pair.png").read_bytes() == chart.png
+
+
+def test_what_cannot_be_drawn_is_said_and_not_drawn_wrongly():
+    def made(**columns):
+        table = pd.DataFrame(columns)
+        table.attrs["provenance"] = {"label": "TEST DATA"}
+        return table
+
+    with pytest.raises(ValueError, match="pick some of them"):
+        charts.bars(made(name=list("ab") * 60, us=[1.0] * 120), "name", "us")
+    with pytest.raises(ValueError, match="values that are no numbers"):
+        charts.bars(made(name=["a", "b"], us=[1.0, float("nan")]), "name", "us")
+    with pytest.raises(ValueError, match="no kernels"):
+        charts.durations(made(name=["Memcpy"], gpu_us=[1.0]))
+    assert "do not cross" in charts.lines(made(x=[1, 2], y_us=[1.0, 2.0]), "x", "y_us", crossing=True).text
+    assert charts.bars(made(name=["$x^{$"], us=[1.0]), "name", "us", title="$x^{$").png

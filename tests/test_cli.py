@@ -168,3 +168,21 @@ def test_an_unknown_option_or_command_is_a_usage_error(capsys):
             cli.main(words)
         assert stop.value.code == 2
     assert "unknown: --fast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["notebooks", "notebooks/solutions"])
+def test_run_never_writes_over_the_labs(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "notebooks" / "solutions").mkdir(parents=True)
+    lab = tmp_path / "notebooks" / "00_lab.ipynb"
+    lab.write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "00", "--out", folder]) == 1
+    assert "holds the labs themselves" in capsys.readouterr().err and lab.read_text() == "{}"
+
+
+def test_run_names_what_is_no_notebook_and_goes_on(tmp_path, monkeypatch, capsys):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "00_broken.ipynb").write_text("no notebook")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "--out", "done"]) == 1
+    assert "00_broken.ipynb is no notebook" in capsys.readouterr().err and (tmp_path / "done" / "labs.html").exists()

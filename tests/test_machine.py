@@ -202,3 +202,17 @@ def test_the_doctor_finds_this_gpu_healthy():
     here = machine.describe()
     assert here.driver and here.memory_gib > 1 and here.max_sm_clock_mhz >= here.sm_clock_mhz > 0
     assert machine.gpu_uuid().startswith("GPU-") and 0 < machine.free_bytes() <= here.memory_gib * 2**30 * 1.01
+
+
+@pytest.mark.parametrize("name, value, wrong", [
+    ("LABKIT_MODE", "silly", "means nothing"), ("LABKIT_MODE", " Recorded ", ""), ("LABKIT_BUDGET", "silly", "no number above 0"),
+    ("LABKIT_BUDGET", "0", "no number above 0"), ("LABKIT_BUDGET", "nan", "no number above 0"),
+    ("LABKIT_BUDGET", "inf", "no number above 0"), ("LABKIT_BUDGET", "0.2", "")])
+def test_settings_that_mean_nothing_are_named(monkeypatch, capsys, name, value, wrong):
+    from labkit import __main__ as cli
+    monkeypatch.delenv("LABKIT_MODE", raising=False)
+    monkeypatch.setenv(name, value)
+    said = machine.wrong_settings()
+    assert wrong in said and bool(wrong) == bool(said) and (not said or said.startswith(f"{name}={value}"))
+    if said:
+        assert cli.main(["run", "00"]) == 1 and said in capsys.readouterr().err

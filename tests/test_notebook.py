@@ -141,7 +141,7 @@ def test_a_live_gpu_cell_is_a_cell_like_any_other(live):
 def test_wrong_arguments_are_told(recorded):
     assert "%%gpu takes nothing after it, not 'now'" in recorded.run("%%gpu now\n1") and recorded.status == "error"
     assert "not --fast" in recorded.run("%%isolated --fast\n1")
-    assert "--timeout: invalid float value: 'soon'" in recorded.run("%%isolated --timeout soon\n1")
+    assert "--timeout: wants seconds above 0, not 'soon'" in recorded.run("%%isolated --timeout soon\n1")
     assert "No closing quotation" in recorded.run("%%isolated --expect \"x\n1")
 
 

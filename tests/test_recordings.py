@@ -1,6 +1,7 @@
 """recordings.py and record.py: what is kept, what is refused and with which words, and the recordings in this repository."""
 
 import json
+import statistics
 import re
 import shutil
 import subprocess
@@ -331,3 +332,43 @@ def test_every_experiment_and_lab_is_recorded():
     wanted = {*experiments.EXPERIMENTS, *(f"lab-{path.stem}" for path in build.solutions())}
     for slug in recordings.available():
         assert wanted == {path.stem for path in EVERY if path.parent.name == slug}
+
+
+@pytest.mark.parametrize("path", EVERY, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_numbers_follow_from_their_samples(path):
+    """A number changed by hand no longer is the median of the samples beside it."""
+    other = {"eager": "eager_wall_us", "graph": "graph_wall_us", "eager gpu_us": "gpu_us", "enqueue_us": "cost_us"}
+    for row in json.loads(path.read_text("utf-8")).get("rows", ()):
+        for key, samples in row.get("samples", {}).items():
+            column = key if key in row else other.get(key)
+            if column in row:
+                assert row[column] == pytest.approx(statistics.median(samples), abs=1e-3), (row, column)
+
+
+@pytest.mark.parametrize("change, wrong", [
+    (lambda d: d.update(rows=[]), "has no rows"), (lambda d: d.update(recorded_at="yesterday"), "a date that is none"),
+    (lambda d: d.update(schema=True), "wrong field 'schema'"),
+    (lambda d: d["rows"].append({"wall_us": float("nan")}), "NaN is no number")])
+def test_what_no_recording_holds_is_refused(tmp_path, monkeypatch, change, wrong):
+    document = json.loads(next(p for p in EVERY if p.stem == "first_win").read_text("utf-8"))
+    change(document)
+    (tmp_path / "some-gpu").mkdir()
+    (tmp_path / "some-gpu" / "first_win.json").write_text(json.dumps(document))
+    monkeypatch.setattr(recordings, "FOLDER", tmp_path)
+    monkeypatch.delenv("LABKIT_RECORDING", raising=False)
+    with pytest.raises(recordings.RecordingError, match=wrong):
+        recordings.load("first_win")
+
+
+@pytest.mark.parametrize("output", [
+    "text", {}, {"output_type": "stream", "name": "exit", "text": ""}, {"output_type": "stream", "name": "stdout"},
+    {"output_type": "display_data", "data": 3, "metadata": {}}, {"output_type": "display_data", "data": {"text/plain": ""}},
+    {"output_type": "display_data", "data": {"application/javascript": "alert()"}, "metadata": {}},
+    {"output_type": "display_data", "data": {"text/html": "<SCRIPT>alert()</SCRIPT>"}, "metadata": {}}])
+def test_outputs_of_other_kinds_are_refused(output):
+    assert not recordings._is_output(output)
+
+
+def test_outputs_of_the_kinds_that_cells_put_out_are_taken():
+    kept = [o for p in EVERY for c in json.loads(p.read_text("utf-8")).get("cells", {}).values() for o in c["outputs"]]
+    assert kept and all(map(recordings._is_output, kept))
