@@ -103,7 +103,8 @@ class GraphedCallable:
 
     fn: any callable or nn.Module, run in inference mode. args, kwargs: example inputs, any pytree of tensors on one GPU
     (other values are baked in, and checked). warmup: eager calls before the capture. clone: return copies; with False,
-    the graph's own output buffers, which the next call overwrites. pool: share the memory pool of another graph.
+    the graph's own output buffers, which the next call overwrites. pool: share the memory pool of another graph
+    (one in which a capture has failed may take no more captures).
     generators: torch.Generators that fn draws from. limit: how many calls are allowed (a cache's length), see `rewind`.
 
     Attributes: nodes, node_kinds, kernel_names, capture_seconds, pool, pool_bytes, inputs and outputs (static buffers).
