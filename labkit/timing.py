@@ -120,7 +120,8 @@ def compare(candidates, *, budget_s=5.0, target=0.02):
     """Time callables that take no argument, in interleaved rounds; returns a Comparison.
 
     Goes on until the 95 % interval of the ratio of the first candidate to each other one is narrower than `target`,
-    or until `budget_s` seconds (warm-up apart; times LABKIT_BUDGET, if that is set) are over. Raises NoGPU without a GPU, ValueError without a candidate.
+    or until `budget_s` seconds (warm-up apart; times LABKIT_BUDGET, if that is set) are over. Raises NoGPU without a
+    GPU, ValueError without a candidate.
     """
     if not candidates:
         raise ValueError("compare() needs at least one callable: compare({'eager': f, 'graph': g})")
