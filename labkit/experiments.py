@@ -158,6 +158,27 @@ def _bare_launch(graph):
 
 
 @experiment
+def profiler_cost():
+    """Time the same step in fresh processes, with and without one run of PyTorch's profiler before, in turns."""
+    rows = [row for run in range(4) for profiled in (False, True) for row in _in_child("_step_after", {"profiled": profiled})]
+    return [row | {"how": f"{row['name']}, {'after profiling once' if row['profiled'] else 'never profiled'}"} for row in rows]
+
+
+def _step_after(profiled):
+    """Measure the small network eager and as a bare replay, after one profiled call if asked for."""
+    import torch
+
+    from labkit import models, timing, trace
+
+    pair, graph = _pair(*models.build("mlp"))
+    with torch.inference_mode():
+        if profiled:
+            trace.record(pair["eager"])
+        both = timing.compare({"eager": pair["eager"], "replay": graph.replay}, budget_s=1.5)
+    return [row | {"profiled": profiled} for row in both.rows()]
+
+
+@experiment
 def matmul_crossover():
     """Time one float16 matrix product, square, from tiny to large: CPU time to enqueue it against GPU time."""
     import torch

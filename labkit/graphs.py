@@ -261,8 +261,8 @@ def _capture(call, device, pool, generators, warmup, inputs):
         torch.cuda.synchronize()
         for generator in generators:
             graph.register_generator_state(generator)
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # raises in a pool that a failed capture left
             result = call()
         except BaseException as error:
             first = error

@@ -38,44 +38,48 @@ class Watched:
         self._slots = [slot for held in (fn, constants) for slot in slots(held, "", 4, {})]  # (holder, key, label, object)
         modules = {id(m): m for m in (fn, *(s[3] for s in self._slots)) if isinstance(m, torch.nn.Module)}.values()
         dicts = [d for m in modules for d in (m._parameters, m._buffers) if d]
-        self._whole = [d for d in dicts if None not in d.values()]
-        self._children = [m._modules for m in modules if m._modules]
-        self._children_then = [dict(children) for children in self._children]
-        known = set(map(id, (*self._whole, *self._children)))
-        rest = [s for s in self._slots if id(s[0]) not in known]
-        rest = [*(s for s in rest if isinstance(s[3], torch.Tensor)), *(s for s in rest if isinstance(s[3], torch.nn.Module)),
-                *((d, k) for d in dicts for k, v in d.items() if v is None)]
-        self._holders, self._keys = [s[0] for s in rest], [s[1] for s in rest]
-        self._then = self._now()
-        self._ids = list(map(id, self._then))
-        self._pointers = [t.data_ptr() for t in self._then if isinstance(t, torch.Tensor)]  # tensors come first
-        self._indices, self._count = list(range(len(self._pointers))), len(self._pointers)
+        whole, children = [d for d in dicts if None not in d.values()], [m._modules for m in modules if m._modules]
+        known = set(map(id, (*whole, *children)))
+        loose = [s for s in self._slots if id(s[0]) not in known]
+        none = [(d, k) for d in dicts for k, v in d.items() if v is None]
+        self._tensors = _Reader(whole, [s for s in loose if isinstance(s[3], torch.Tensor)])
+        self._others = _Reader(children, [*(s for s in loose if isinstance(s[3], torch.nn.Module)), *none])
+        self._tensors_then, self._others_then = self._tensors(), self._others()
+        self._pointers = [t.data_ptr() for t in self._tensors_then]
+        self._indices = list(range(len(self._pointers)))
         self._states = [vars(m) for m in modules if m is fn or type(m) not in _INDIFFERENT]
         self._training = list(map(_TRAINING, self._states))
 
     def check(self):
         """Raise ReplayError if a tensor was moved or replaced, a module exchanged, or `training` flipped."""
         try:
-            now = self._now()
-            if (list(map(id, now)) == self._ids and _pointers_equal(now[:self._count], self._pointers, self._indices)
-                    and self._children == self._children_then and list(map(_TRAINING, self._states)) == self._training):
+            now = self._tensors()  # lists are equal at once where their items are the very same objects
+            if (now == self._tensors_then and _pointers_equal(now, self._pointers, self._indices)
+                    and self._others() == self._others_then and list(map(_TRAINING, self._states)) == self._training):
                 return
-        except (LookupError, TypeError, ValueError):  # a name is gone
+        except (LookupError, TypeError, ValueError, RuntimeError):  # a name is gone, or holds something else
             pass
         raise ReplayError(f"{self._culprit()} since the capture, and the graph would not see it: capture again")
 
-    def _now(self):
-        """List what is watched as it is now: whole dicts of modules first, then what is held elsewhere."""
-        return [*chain.from_iterable(map(dict.values, self._whole)), *map(getitem, self._holders, self._keys)]
-
     def _culprit(self):
         """Return what changed, in words."""
-        pointers = dict(zip(self._ids, self._pointers, strict=False))
+        pointers = dict(zip(map(id, self._tensors_then), self._pointers, strict=True))
         for holder, key, label, was in self._slots:
             now = _now(holder, key)
             if now is not was or isinstance(now, torch.Tensor) and now.data_ptr() != pointers[id(now)]:
                 return f"{label} was {'exchanged' if isinstance(was, torch.nn.Module) else 'moved or replaced'}"
         return "a module or weight was added, or train() or eval() was called,"
+
+
+class _Reader:
+    """Lists what some dicts hold, then what stands at single places, as it is now."""
+
+    def __init__(self, dicts, slots):
+        self._views = [d.values() for d in dicts]  # a view follows its dict
+        self._holders, self._keys = [s[0] for s in slots], [s[1] for s in slots]
+
+    def __call__(self):
+        return [*chain.from_iterable(self._views), *map(getitem, self._holders, self._keys)]
 
 
 class _Cell:
