@@ -7,9 +7,11 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_ROOMS = ("machine", "timing", "explain", "watch", "graphs", "models", "trace", "isolate", "experiments", "recordings",
+_ROOMS = ("machine", "timing", "explain", "watch", "graphs", "buckets", "models", "trace", "isolate", "operations",
+          "examine", "experiments", "recordings",
           "record", "claims", "charts", "notebook", "check", "build")
-_NAMES = {"banner": "notebook", "GraphedCallable": "graphs", "CaptureError": "graphs", "ReplayError": "graphs", "measure": "timing",
+_NAMES = {"banner": "notebook", "GraphedCallable": "graphs", "CaptureError": "graphs", "ReplayError": "graphs",
+          "BucketedGraphs": "buckets", "diagnose": "examine", "measure": "timing",
           "compare": "timing", "doctor": "machine", "NoGPU": "machine", "RecordingError": "recordings"}
 
 __all__ = [*_ROOMS, *_NAMES]

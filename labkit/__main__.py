@@ -1,7 +1,9 @@
-"""The commands: python -m labkit doctor | lab | run | record | build."""
+"""The commands: python -m labkit doctor | lab | run | diagnose | record | build."""
 
 import argparse
 import difflib
+import functools
+import importlib
 import importlib.util
 import json
 import logging
@@ -132,6 +134,41 @@ def page(cells):
     return exporter.from_notebook_node(whole)[0]
 
 
+def diagnose(args):
+    """Try to capture module:callable as a CUDA graph, in a child process; 1 if it cannot be captured."""
+    from labkit.examine import diagnose
+    machine.require_gpu("A trial capture")
+    import torch
+    module, _, name = args.callable.partition(":")
+    sys.path.insert(0, "")
+    try:
+        fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Refusal(f"{args.callable!r} is no module:callable that can be imported from here ({error})") from error
+    if isinstance(fn, torch.nn.Module):
+        fn = fn.cuda().eval()
+    if not callable(fn):
+        raise Refusal(f"{args.callable} is a {type(fn).__name__}, which cannot be called")
+    try:
+        found = diagnose(fn, *map(example, args.input), here=args.here, timeout_s=args.timeout)
+    except ValueError as error:
+        raise Refusal(error) from error
+    print(found)
+    return int(not found.capturable)
+
+
+def example(text):
+    """Make a tensor on the GPU from "1x128:float16": normal numbers, or for whole-number types zeros."""
+    import torch
+    shape, _, dtype = text.partition(":")
+    try:
+        shape, dtype = [int(size) for size in shape.split("x")], getattr(torch, dtype or "float32")
+        zeros = torch.zeros(shape, dtype=dtype, device="cuda")
+    except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+        raise Refusal(f"--input wants a shape and a type, like 1x128:float16, not {text!r} ({error})") from error
+    return torch.randn(shape, device="cuda").to(dtype) if dtype.is_floating_point else zeros
+
+
 def record(args):
     """Measure experiments and labs on this GPU and keep them as recordings."""
     from labkit.record import record
@@ -151,15 +188,20 @@ def build(args):
 
 def parser():
     parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | run | record | build")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | run | diagnose | record | build")
     add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
-           for fn in (doctor, lab, run, record, build)}
+           for fn in (doctor, lab, run, diagnose, record, build)}
     for fn, command in add.items():
         command.set_defaults(fn=fn)
     add[doctor].add_argument("--json", action="store_true", help="print the checks as JSON")
     add[run].add_argument("labs", nargs="*", metavar="LAB", help="a lab's name or number; none: all")
     add[run].add_argument("--solutions", action="store_true", help="run the solutions, not the learner's copies")
     add[run].add_argument("--out", metavar="DIR", help="where to write (else runs/<time>)")
+    add[diagnose].add_argument("callable", metavar="MODULE:CALLABLE", help="what to capture, importable from this folder")
+    add[diagnose].add_argument("--input", action="append", default=[], metavar="SHAPE:TYPE",
+                               help="an example input, like 1x128:float16; once for each argument")
+    add[diagnose].add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for the child process")
+    add[diagnose].add_argument("--here", action="store_true", help="try it in this process, for what cannot be sent")
     add[record].add_argument("names", nargs="*", metavar="NAME", help="an experiment or a lab; none: all")
     add[record].add_argument("--commit", help="the commit measured, in a copy without git")
     add[record].add_argument("--out", metavar="DIR", help="where to write (else labkit/recordings)")

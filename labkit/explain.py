@@ -8,13 +8,17 @@ from pathlib import Path
 
 # What a message of torch or CUDA during capture means, and the way round. One place; the first that matches counts.
 EXPLANATIONS = (
-    (r"unless the CPU tensor is pinned", "a copy between CPU and GPU from ordinary (unpinned) memory",
-     "copy before the capture, or use pin_memory() and copy_(..., non_blocking=True)"),
+    (r"unless the CPU tensor is pinned", COPIES := "a copy between CPU and GPU from ordinary (unpinned) memory",
+     "copy before the capture, or use pin_memory() and copy_(..., non_blocking=True); where an operation does it inside, "
+     "split the call around it: graphs.SplitCallable runs graph, eager, graph"),
     (r"out of memory", "the GPU ran out of memory", "free memory, or capture a smaller batch"),
+    (r"set_current_seed", "a random generator is seeded inside the call", "seed it before the replay"),
     (r"CUDA generator|current_seed|Offset increment outside", "a random generator that the graph does not know",
      "pass it as generators=(g,): GraphedCallable registers it before the capture"),
     (r"_NOT_INITIALIZED|Create\(handle\)|CUFFT_INTERNAL_ERROR|CUDNN_STATUS_INTERNAL_ERROR|_ALLOC_FAILED",
      "a library that was never used before sets itself up", "warm up: run the call on the side stream before the capture"),
+    (r"cusolver error", "a routine of linear algebra that needs the CPU in between",
+     "split the call around it: graphs.SplitCallable runs graph, eager, graph"),
     (r"the graph is empty", "the call launched nothing on the GPU",
      "do the work inside the call, on the current stream of the GPU"),
     (r"legacy stream|StreamCaptureImplicit", "work on the legacy default stream while another stream is captured",
@@ -22,8 +26,28 @@ EXPLANATIONS = (
     (r"StreamCaptureIsolation|StreamCaptureUnjoined|unjoined", "work on another stream that never rejoins the captured one",
      "let the captured stream wait for it: torch.cuda.current_stream().wait_stream(other)"),
     (r"StreamCaptureWrongThread", "another thread touched the capture", "capture and replay from one thread"),
-    (r"not permitted when stream is capturing|StreamCaptureUnsupported", "the CPU waits for the GPU, or asks it something",
+    (r"not permitted when stream is capturing|StreamCaptureUnsupported|event last recorded in a capturing stream",
+     WAITS := "the CPU waits for the GPU, or asks it something",
      "take .item(), .cpu(), print, if on a tensor, nonzero and synchronize out of the call: do them before or after"),
+)
+# Where the CPU waits or copies, your own line tells more: what it asks for, and the way round. The first that matches counts.
+ASKED = (
+    (r"synchronize\(", "synchronise before or after the replay, not inside the call"),
+    (r"\bprint\(", "copy into a pinned tensor with non_blocking=True, and print that after the replay"),
+    (r"nonzero\(", "its result is as long as it turns out: torch.where keeps the shape, torch.nonzero_static(x, size=n) bounds it"),
+    (r"\bcond\(", "a conditional node needs torch 2.12 and CUDA 12.4 or newer; else torch.where, or a graph for each case"),
+    (r"\bequal\(|allclose\(", "compare on the GPU: (a == b).all(), torch.isclose(a, b).all()"),
+    (r"bincount\(", "count into a tensor of known size: torch.zeros(n).scatter_add_(0, x, ones)"),
+    (r"to_sparse\(", "it has as many entries as it finds: split the call around it, or stay dense"),
+    (r"unique\(", "its result is as long as it turns out: sort, and compare neighbours"),
+    (r"masked_select\(|\[[^\]]*[<>]|\[[^\]]*[!=]=", "keep the shape: torch.where(mask, x, 0) instead of x[mask]"),
+    (r"one_hot\(", "say how many classes there are: one_hot(i, classes)"),
+    (r"repeat_interleave\(", "say how long the result is: output_size=n"),
+    (r"linalg\.(solve|inv|cholesky|lstsq)\b", "use the form that does not look at its own success: solve_ex, inv_ex, cholesky_ex"),
+    (r"\.item\(|\b(float|int|range)\(", "use the tensor itself, and it stays on the GPU"),
+    (r"\.(cpu|numpy|tolist)\(", "copy into a pinned tensor with non_blocking=True, and read that after the replay"),
+    (r"torch\.tensor\(", "make the tensor before the capture, or on the GPU: torch.full((), value, device='cuda')"),
+    (r"\b(if|while|bool|assert|any|all)\b", "compute both and pick with torch.where, or capture one graph for each case and choose outside"),
 )
 _WRAPPED = re.compile(r"previous error during capture|StreamCaptureInvalidated")
 
@@ -33,20 +57,21 @@ class CaptureError(RuntimeError):
 
     def __init__(self, error, repaired=True):
         self.cause = _first(error)
-        self.kind, self.way_round = explain(self.cause)
         self.line = user_line(self.cause)
+        self.kind, self.way_round = explain(self.cause, self.line)
         self.repaired = repaired
-        super().__init__(_told(self.cause, self.kind, self.line, self.way_round)
+        super().__init__("the capture failed: " + _told(self.cause)
                          + ("" if repaired else "\n  now: this process is marked by the failure; restart the kernel"))
 
 
-def explain(error):
-    """Return (kind, way round) of an exception raised during capture; an unknown one is told as what it is."""
+def explain(error, line=""):
+    """Return (kind, way round) of an exception raised during capture, at your `line`; an unknown one is told as it is."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RuntimeError):
         for pattern, kind, way_round in EXPLANATIONS:
             if re.search(pattern, text):
-                return kind, way_round
+                asked = [better for source, better in ASKED if kind in (WAITS, COPIES) and re.search(source, line.partition(": ")[2])]
+                return kind, (asked or [way_round])[0]
         if _WRAPPED.search(text):
             return "an earlier error that your code caught itself", "let the first error out, to see it"
     return f"{type(error).__name__} raised by the call", "run the call without capture to see whether it fails there too"
@@ -57,9 +82,9 @@ def first_cause(error):
     if isinstance(error, CaptureError):
         return str(error)
     first = _first(error)
-    kind, way_round = explain(first)
-    known = any(kind == k for _, k, _ in EXPLANATIONS)
-    return _told(first, kind, user_line(first), way_round) if known or first is not error else None
+    known = any(explain(first)[0] == kind for _, kind, _ in EXPLANATIONS)
+    began = "it failed: " if "out of memory" in str(first) else "the capture failed: "
+    return began + _told(first) if known or first is not error else None
 
 
 def _first(error):
@@ -69,10 +94,19 @@ def _first(error):
     return error
 
 
-def _told(cause, kind, line, way_round):
-    said = str(cause).strip().splitlines()
-    return (f"the capture failed: {kind}\n  where: {line}\n  cause: {type(cause).__name__}: {said[0] if said else ''}\n"
-            f"  way round: {way_round}")
+def _told(cause):
+    """Return kind, line, cause and way round in words; of a cause that is not known, all that stands behind it too."""
+    line = user_line(cause)
+    kind, way_round = explain(cause, line)
+    told = f"{kind}\n  where: {line}\n  cause: {_one_line(cause)}\n"
+    while kind.startswith(type(cause).__name__) and (cause := cause.__cause__ or cause.__context__):
+        told += f"  behind it: {_one_line(cause)}\n"
+        kind = type(cause).__name__
+    return f"{told}  way round: {way_round}"
+
+
+def _one_line(error):
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def user_line(error):

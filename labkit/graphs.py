@@ -207,6 +207,38 @@ class GraphedCallable:
         return pool_bytes(self.pool)
 
 
+class SplitCallable:
+    """A chain of callables, each captured as a graph of its own where it can be, and called eagerly where it cannot.
+
+    pieces: each takes what the one before returned (a tuple: as its arguments). args: example inputs of the first, tensors
+    on one GPU. eager: places of pieces that are not even tried, as a failed capture can leave a library unusable (cuSOLVER,
+    for one). options: as of GraphedCallable. Attributes: pieces; reasons, None for a graph, else why it is none.
+    """
+
+    def __init__(self, pieces, *args, eager=(), **options):
+        self.pieces, self.reasons = [], []
+        for place, piece in enumerate(pieces):
+            call, reason = piece, "asked for" if place in eager else None
+            try:
+                call = piece if reason else GraphedCallable(piece, args, **options)
+            except CaptureError as error:
+                reason = str(error)
+            self.pieces.append(call)
+            self.reasons.append(reason)
+            with torch.inference_mode():
+                args = _as_arguments(call(*args))
+
+    def __call__(self, *args):
+        """Run piece after piece; returns what the last one returned."""
+        for piece in self.pieces:
+            args = _as_arguments(result := piece(*args))
+        return result
+
+
+def _as_arguments(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
 def _flatten(args, kwargs):
     """Return the leaves of the inputs and their structure, whatever the order of the keywords."""
     return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))

@@ -2,7 +2,8 @@
 
 A helper process imports torch once and never touches the GPU. It forks the children: one spare stands ready with its
 CUDA context made, runs one piece of code, and the next takes its place. What a child leaves lies in files: a crash
-loses nothing. The helper and its spare leave when this process ends, or after five idle minutes.
+loses nothing. The helper and its spare leave when this process ends, or after five idle minutes. Runs from several
+threads go side by side, each with a helper of its own.
 """
 
 import ast
@@ -25,15 +26,17 @@ import types
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from labkit import machine
 
 IDLE_S, START_LIMIT_S = 300, 120  # for the next request to come; for importing torch from a slow disk
 MOST_PRINTED = 32 << 20  # bytes; a child that prints more is stopped
+MOST_MEMORY = 0.8  # of what is free on the CPU, and on the GPU, when a child begins
 KEPT = 20_000  # characters shown of what was printed, half from each end
 CELL = "<isolated cell>"
 
-_helper = None
-_one_at_a_time = threading.Lock()
+_helpers, _lock = [], threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -49,54 +52,72 @@ class Result:
 
 
 def run(source, timeout_s=60.0):
-    """Run Python source in a child process -> Result; `timeout_s` seconds, or Ctrl-C (raised here), end the child."""
-    with _one_at_a_time, tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True) as name:
+    """Run Python source in a child process -> Result; `timeout_s` seconds, or Ctrl-C (raised here), end the child.
+
+    So does memory: a child gets up to 80 % of what is free when it begins, on the CPU and, through torch, on the GPU.
+    """
+    with _borrowed() as helper, tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True) as name:
         folder, asked, stopped = Path(name), time.monotonic(), "was interrupted"
         for file in ("printed", "pid", "result", "ended"):
             (folder / file).touch()
         (folder / "source").write_text(source, "utf-8")
         try:
-            stopped = _wait(_ask(name), folder, timeout_s)
+            with contextlib.suppress(BrokenPipeError):  # it is just leaving: _wait will find it gone
+                os.write(helper.stdin.fileno(), name.encode())
+            stopped = _wait(helper, folder, timeout_s)
         finally:
             if stopped:  # kill the child and all that it started; when it has not begun, the helper instead
                 try:
                     os.killpg(int((folder / "pid").read_text()), signal.SIGKILL)
                 except (OSError, ValueError):
-                    _let_go()
+                    _end(helper)
         return _result(folder, stopped, time.monotonic() - asked)
 
 
 def spare_bytes():
-    """Return the GPU memory that the spare child holds, in bytes, as it saw it (0 without one, or without a GPU)."""
-    return int(os.pread(_helper.told.fileno(), 20, 0) or 0) if _helper and _helper.poll() is None else 0
+    """Return the GPU memory that spare children hold, in bytes, as they saw it (0 without one, or without a GPU)."""
+    return sum(int(os.pread(helper.told.fileno(), 20, 0) or 0) for helper in _helpers if helper.poll() is None)
 
 
-def _ask(folder):
-    """Hand the folder with the source to the helper, started anew if it is gone, and return the helper."""
-    global _helper
-    if _helper is None or _helper.poll() is not None:
-        told, path, uuid = tempfile.TemporaryFile(), [*map(str, sys.path)], machine.gpu_uuid()
-        code = f"import sys; sys.path[:] = {path}; from labkit import isolate; isolate._help({uuid!r})"
-        _helper = subprocess.Popen(  # in a session of its own, where Ctrl-C here does not reach it
-            [sys.executable, "-u", "-X", "utf8", "-c", code], start_new_session=True, stdin=subprocess.PIPE,
-            stdout=told, stderr=subprocess.DEVNULL, env={**os.environ, "MPLBACKEND": "agg"})
-        _helper.told = told
-    with contextlib.suppress(BrokenPipeError):  # it is just leaving: _wait will find it gone
-        os.write(_helper.stdin.fileno(), folder.encode())
-    return _helper
+@contextlib.contextmanager
+def _borrowed():
+    """Lend an idle helper, or a new one, and take it back if it still lives."""
+    with _lock:
+        _helpers[:] = [helper for helper in _helpers if helper.poll() is None]
+        helper = next((helper for helper in _helpers if not helper.busy), None) or _start()
+        helper.busy = True
+    try:
+        yield helper
+    finally:
+        helper.busy = False
+
+
+def _start():
+    told, path, uuid = tempfile.TemporaryFile(), [*map(str, sys.path)], machine.gpu_uuid()
+    code = f"import sys; sys.path[:] = {path}; from labkit import isolate; isolate._help({uuid!r})"
+    helper = subprocess.Popen(  # in a session of its own, where Ctrl-C here does not reach it
+        [sys.executable, "-u", "-X", "utf8", "-c", code], start_new_session=True, stdin=subprocess.PIPE,
+        stdout=told, stderr=subprocess.DEVNULL, env={**os.environ, "MPLBACKEND": "agg"})
+    helper.told = told
+    _helpers.append(helper)
+    return helper
+
+
+def _end(helper):
+    helper.stdin.close()  # tells the spare, too
+    helper.kill()
+    helper.wait()
 
 
 @atexit.register
 def _let_go():
-    if _helper:
-        _helper.stdin.close()  # tells the spare, too
-        _helper.kill()
-        _helper.wait()
+    for helper in _helpers:
+        _end(helper)
 
 
 def _wait(helper, folder, timeout_s):
     """Wait for the child's end; return "" or, if it must be stopped, why."""
-    asked, begun = time.monotonic(), None
+    asked, begun, most = time.monotonic(), None, MOST_MEMORY * psutil.virtual_memory().available
     while not (folder / "ended").read_text():
         now = time.monotonic()
         begun = begun or ((folder / "pid").read_text() and now)
@@ -106,8 +127,18 @@ def _wait(helper, folder, timeout_s):
             return f"timed out after {timeout_s:g} s"
         if begun and (folder / "printed").stat().st_size > MOST_PRINTED:
             return f"was stopped: it printed over {MOST_PRINTED >> 20} MiB"
+        if begun and _held((folder / "pid").read_text()) > most:
+            return f"was stopped: it used over {most / 2**30:.1f} GiB of memory, {MOST_MEMORY:.0%} of what was free"
         time.sleep(0.005)
     return ""
+
+
+def _held(pid):
+    """Return the memory in bytes that a process holds, 0 once it is gone."""
+    try:
+        return psutil.Process(int(pid)).memory_info().rss
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _result(folder, ended, seconds):
@@ -174,6 +205,7 @@ def _serve(folder):
     for fd, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, printed), (2, printed)):
         os.dup2(to, fd)
     (folder / "pid").write_text(str(os.getpid()))
+    _bound_memory()
     told = {"outputs": [], "error": None, "cause": None}
     try:
         _execute((folder / "source").read_text("utf-8"), told["outputs"])
@@ -185,6 +217,15 @@ def _serve(folder):
             told["error"] = "".join(lines + traceback.format_exception_only(error)).strip()
             told["cause"] = explain.first_cause(error)
     (folder / "result").write_text(json.dumps(told), "utf-8")
+
+
+def _bound_memory():
+    """Leave room on the GPU, and let the system, should its memory run out, end this process first."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(MOST_MEMORY * free / total)
 
 
 def _execute(source, outputs):

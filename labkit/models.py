@@ -3,6 +3,8 @@
 Latency does not depend on the values of the weights, so random ones measure what trained ones would.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -15,10 +17,11 @@ class TooLarge(RuntimeError):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer encoder block: attention, then a two-layer MLP, each added to its input."""
+    """One pre-norm transformer block: attention (causal: to earlier tokens only), then an MLP, each added to its input."""
 
-    def __init__(self, width, head=64):
+    def __init__(self, width, head=64, causal=False):
         super().__init__()
+        self.causal = causal
         self.heads = max(h for h in range(1, max(1, width // head) + 1) if width % h == 0)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -26,7 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x):  # (batch, tokens, width) -> the same
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v)  # (batch, heads, tokens, width / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # (batch, heads, tokens, width / heads)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -36,12 +39,12 @@ def mlp(layers=24, width=1024):
     return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())))
 
 
-def transformer(layers=24, width=1024):
-    """Return `layers` encoder blocks: maps (batch, tokens, width) to the same shape."""
-    return nn.Sequential(*(Block(width) for _ in range(layers)))
+def transformer(layers=24, width=1024, causal=False):
+    """Return `layers` transformer blocks: maps (batch, tokens, width) to the same shape."""
+    return nn.Sequential(*(Block(width, causal=causal) for _ in range(layers)))
 
 
-KINDS = {"mlp": mlp, "transformer": transformer}
+KINDS = {"mlp": mlp, "transformer": transformer, "causal": partial(transformer, causal=True)}
 
 
 def build(kind, *, layers=24, width=1024, batch=1, tokens=128, dtype=torch.float16):

@@ -16,7 +16,8 @@ from labkit import machine
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "recordings"
-MEASURING = ("timing", "explain", "watch", "graphs", "buckets", "models", "decode", "trace", "isolate", "experiments")
+MEASURING = ("timing", "explain", "watch", "graphs", "buckets", "models", "decode", "trace", "isolate", "operations",
+             "examine", "experiments")
 FIELDS = {"schema": int, "kind": str, "name": str, "command": str, "commit": str, "code_hash": str,
           "recorded_at": str, "machine": dict, "method": dict, "params": dict}
 
@@ -34,7 +35,9 @@ def code_hash(source, beside=()):
     Comments, docstrings and blanks do not count, so only changed behaviour asks for a new recording.
     """
     named, reached = {}, ["\n".join(text for _, text in _statements(source))]
-    rooms = [path.read_text("utf-8") for path in Path(__file__).parent.glob("*.py") if path.stem in MEASURING]
+    house = Path(__file__).parent
+    rooms = [path.read_text("utf-8") for room in MEASURING for path in (house / f"{room}.py", *(house / room).glob("*.py"))
+             if path.exists()]
     for names, text in (statement for code in (*rooms, *beside) for statement in _statements(code)):
         for name in names:
             named.setdefault(name, []).append(text)

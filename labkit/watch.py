@@ -65,8 +65,8 @@ class Watched:
         """Return what changed, in words."""
         pointers = dict(zip(map(id, self._tensors_then), self._pointers, strict=True))
         for holder, key, label, was in self._slots:
-            now = _now(holder, key)
-            if now is not was or isinstance(now, torch.Tensor) and now.data_ptr() != pointers[id(now)]:
+            is_now = now(holder, key)
+            if is_now is not was or isinstance(is_now, torch.Tensor) and is_now.data_ptr() != pointers[id(is_now)]:
                 return f"{label} was {'exchanged' if isinstance(was, torch.nn.Module) else 'moved or replaced'}"
         return "a module or weight was added, or train() or eval() was called,"
 
@@ -92,24 +92,25 @@ class _Cell:
         return self._cell.cell_contents
 
 
-def _now(holder, key):
+def now(holder, key):
+    """Return what stands in a place today, None if it is gone."""
     with suppress(LookupError, ValueError):
         return holder[key]
     return None
 
 
-def slots(value, label, depth, seen):
-    """Yield (holder, key, label, what is there) for each tensor and module that `value` reaches in `depth` steps."""
+def slots(value, label, depth, seen, kinds=(torch.nn.Module, torch.Tensor)):
+    """Yield (holder, key, label, what is there) for all of these kinds that `value` reaches in `depth` steps."""
     if depth <= seen.get(id(value), -1):
         return
     places = _places(value) if id(value) not in seen else []
     seen[id(value)] = depth
     for holder, key in places:
-        inner = _now(holder, key)
+        inner = now(holder, key)
         path = f"{label}.{key}" if label else str(key)
-        if isinstance(inner, torch.nn.Module) or isinstance(inner, torch.Tensor) and inner.layout == torch.strided:
+        if isinstance(inner, kinds) and getattr(inner, "layout", torch.strided) == torch.strided:
             yield holder, key, path, inner
-        yield from slots(inner, path, 4 if isinstance(inner, torch.nn.Module) else depth - 1, seen)
+        yield from slots(inner, path, 4 if isinstance(inner, torch.nn.Module) else depth - 1, seen, kinds)
 
 
 def _places(value):

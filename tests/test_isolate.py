@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -131,9 +132,24 @@ def test_ctrl_c_ends_the_child_and_is_raised_here(tmp_path):
 
 
 def test_a_helper_that_died_is_started_again():
-    isolate._helper.kill()
-    isolate._helper.wait()
+    isolate._helpers[0].kill()
+    isolate._helpers[0].wait()
     assert isolate.run("print('back')").stdout == "back\n"
+
+
+def test_runs_from_several_threads_go_side_by_side():
+    with ThreadPoolExecutor(3) as threads:
+        begun = time.monotonic()
+        results = list(threads.map(lambda i: isolate.run(f"import time\ntime.sleep(0.4)\nprint({i})"), range(3)))
+        results = list(threads.map(lambda i: isolate.run(f"import time\ntime.sleep(0.4)\nprint({i})"), range(3)))
+    assert [result.stdout for result in results] == ["0\n", "1\n", "2\n"] and len(isolate._helpers) <= 3
+    assert time.monotonic() - begun < 60
+
+
+def test_a_child_that_takes_all_memory_is_stopped(monkeypatch):
+    monkeypatch.setattr(isolate, "MOST_MEMORY", 1e-3)
+    result = isolate.run("held = []\nwhile True: held.append(bytearray(2**24))")
+    assert "was stopped: it used over" in result.how_it_ended and "GiB of memory" in result.error
 
 
 def test_no_temporary_folder_stays(tmp_path, monkeypatch):

@@ -203,7 +203,7 @@ def test_an_interrupt_ends_the_isolated_cell_and_nothing_else(live):
 
 def test_a_restarted_kernel_leaves_no_process_behind(live):
     live.run("%%isolated\n1")
-    helper = psutil.Process(int(live.run("from labkit import isolate\nprint(isolate._helper.pid)")))
+    helper = psutil.Process(int(live.run("from labkit import isolate\nprint(isolate._helpers[0].pid)")))
     processes = [helper, *helper.children()]
     live.manager.restart_kernel(now=True)
     live.client.wait_for_ready(timeout=60)

@@ -1,0 +1,63 @@
+"""One graph for each of a few sizes: a call is padded to the next size, replayed, and cropped back."""
+
+import bisect
+
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from labkit.graphs import GraphedCallable, pool_bytes
+
+
+class BucketedGraphs:
+    """A callable whose inputs vary along one dimension, captured at a few sizes of it.
+
+    fn: as for GraphedCallable; it must treat what it is padded with as not there (rows of a batch do, later tokens of a
+    causal model do, keys of plain attention do not). args: example tensors. sizes: of dimension `dim`, which all inputs
+    have. out_dim: the dimension of the outputs that is cropped back, None for none. pad: the value to pad with.
+    shared: one memory pool for all graphs, the largest captured first, so that the smaller ones fit into its memory.
+
+    A call pads to the next size, never more, and returns clones. Raises ValueError for sizes that are none, for inputs that
+    differ in size, or for more than the largest size; CaptureError as GraphedCallable does.
+    """
+
+    def __init__(self, fn, args, sizes, *, dim=0, out_dim=0, pad=0, shared=True, **options):
+        self.sizes, self.dim, self.out_dim, self.pad, self.graphs = sorted(set(sizes)), dim, out_dim, pad, {}
+        if not self.sizes or not all(type(size) is int and size > 0 for size in self.sizes):
+            raise ValueError(f"sizes must be whole numbers above 0, not {sizes!r}")
+        args, pool = (args,) if isinstance(args, torch.Tensor) else tuple(args), None
+        for size in reversed(self.sizes):
+            example = [self._padded(t.narrow(dim, 0, min(size, t.shape[dim])), size) for t in args]
+            self.graphs[size] = GraphedCallable(fn, example, pool=pool, **options)
+            pool = self.graphs[size].pool if shared else None
+
+    def __call__(self, *args):
+        """Pad, replay the graph of the next size, crop; returns what fn would have, equal on the real rows."""
+        size = self.size_for(count := self._count(args))
+        result = self.graphs[size](*(self._padded(t, size) for t in args))
+        if self.out_dim is None or size == count:
+            return result
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.narrow(self.out_dim, 0, count), result)
+
+    def size_for(self, count):
+        """Return the captured size that a call of `count` is padded to."""
+        if count > self.sizes[-1]:
+            raise ValueError(f"{count} is more than the largest captured size, {self.sizes[-1]}: capture a larger one, "
+                             "split the call, or run it eagerly")
+        return self.sizes[bisect.bisect_left(self.sizes, count)]
+
+    @property
+    def pool_bytes(self):
+        """Bytes that all graphs together keep reserved."""
+        return sum(map(pool_bytes, {graph.pool for graph in self.graphs.values()}))
+
+    def _count(self, args):
+        counts = {t.shape[self.dim] for t in args}
+        if len(counts) != 1 or counts == {0}:
+            raise ValueError(f"all inputs must have one size, above 0, in dimension {self.dim}, not {sorted(counts)}")
+        return counts.pop()
+
+    def _padded(self, tensor, size):
+        """Pad one input at the end of dimension `dim`."""
+        after = [0, size - tensor.shape[self.dim]]
+        return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - self.dim % tensor.dim()) + after, value=self.pad) if after[1] else tensor

@@ -1,0 +1,9 @@
+"""One function per question, each giving one tidy table: measured here, or as recorded on a GPU that was.
+
+A lab calls `experiments.name()`; `python -m labkit record` calls its `.measure()` and keeps what that returns.
+"""
+
+from labkit.experiments import capture, limits, overhead  # noqa: F401  each registers its experiments
+from labkit.experiments.registry import EXPERIMENTS
+
+globals().update(EXPERIMENTS)
