@@ -143,8 +143,9 @@ def diagnose(args):
     sys.path.insert(0, "")
     try:
         fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise Refusal(f"{args.callable!r} is no module:callable that can be imported from here ({error})") from error
+    except Exception as error:  # importing runs the module
+        raise Refusal(f"{args.callable!r} is no module:callable that can be imported from here "
+                      f"({type(error).__name__}: {error})") from error
     if isinstance(fn, torch.nn.Module):
         fn = fn.cuda().eval()
     if not callable(fn):
@@ -164,9 +165,10 @@ def example(text):
     try:
         shape, dtype = [int(size) for size in shape.split("x")], getattr(torch, dtype or "float32")
         zeros = torch.zeros(shape, dtype=dtype, device="cuda")
+        return zeros.float().normal_().to(dtype) if dtype.is_floating_point else zeros
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
-        raise Refusal(f"--input wants a shape and a type, like 1x128:float16, not {text!r} ({error})") from error
-    return torch.randn(shape, device="cuda").to(dtype) if dtype.is_floating_point else zeros
+        said = str(error).partition("\n")[0]
+        raise Refusal(f"--input wants a shape and a type, like 1x128:float16, not {text!r} ({said})") from error
 
 
 def record(args):

@@ -18,17 +18,20 @@ class BucketedGraphs:
     shared: one memory pool for all graphs, the largest captured first, so that the smaller ones fit into its memory.
 
     A call pads to the next size, never more, and returns clones. Raises ValueError for sizes that are none, for inputs that
-    differ in size, or for more than the largest size; CaptureError as GraphedCallable does.
+    differ in size, for more than the largest size, or for outputs that cannot be cropped; CaptureError like GraphedCallable.
     """
 
     def __init__(self, fn, args, sizes, *, dim=0, out_dim=0, pad=0, shared=True, **options):
-        self.sizes, self.dim, self.out_dim, self.pad, self.graphs = sorted(set(sizes)), dim, out_dim, pad, {}
-        if not self.sizes or not all(type(size) is int and size > 0 for size in self.sizes):
+        if not isinstance(sizes, (tuple, list, range)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
             raise ValueError(f"sizes must be whole numbers above 0, not {sizes!r}")
+        self.sizes, self.dim, self.out_dim, self.pad, self.graphs = sorted(set(sizes)), dim, out_dim, pad, {}
         args, pool = (args,) if isinstance(args, torch.Tensor) else tuple(args), None
         for size in reversed(self.sizes):
             example = [self._padded(t.narrow(dim, 0, min(size, t.shape[dim])), size) for t in args]
-            self.graphs[size] = GraphedCallable(fn, example, pool=pool, **options)
+            graph = self.graphs[size] = GraphedCallable(fn, example, pool=pool, **options)
+            if out_dim is not None and any(t.dim() <= out_dim or t.shape[out_dim] != size for t in graph.outputs):
+                raise ValueError(f"an output, of {[tuple(t.shape) for t in graph.outputs]}, does not have the size {size} in "
+                                 f"dimension {out_dim}: set out_dim, or None to leave outputs whole")
             pool = self.graphs[size].pool if shared else None
 
     def __call__(self, *args):
@@ -59,5 +62,5 @@ class BucketedGraphs:
 
     def _padded(self, tensor, size):
         """Pad one input at the end of dimension `dim`."""
-        after = [0, size - tensor.shape[self.dim]]
-        return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - self.dim % tensor.dim()) + after, value=self.pad) if after[1] else tensor
+        missing, later = size - tensor.shape[self.dim], tensor.dim() - 1 - self.dim % tensor.dim()
+        return F.pad(tensor, [0, 0] * later + [0, missing], value=self.pad) if missing else tensor

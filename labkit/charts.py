@@ -24,7 +24,7 @@ INK, QUIET, PALE = "#222222", "#666666", "#E6E6E6"
 SERIES = tuple(zip((BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY), "os^DvPX"))
 CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
 WORDS = {"enqueue_us": "CPU, until it returns", "gpu_us": "GPU, working", "wall_us": "wall, start to finish",
-         "eager_wall_us": "eager", "graph_wall_us": "graph", "cost_us": "CPU time of one call",
+         "eager_wall_us": "eager", "graph_wall_us": "graph", "padded_wall_us": "padded", "cost_us": "CPU time of one call",
          "saving_us": "saved, measured", "predicted_saving_us": "saved, predicted",
          "idle_share": "share of the time the GPU is idle", "nodes": "nodes in the graph",
          "size": "matrix size (rows and columns)", "batch": "batch size"}
@@ -92,6 +92,27 @@ def bars(table, label, value, by=None, title=None, value_label=None):
     names = [f"{name} ({_say(size, value)})" for name, size in zip(table[label], table[value])]
     said = [f"{len(names)} bars: {', '.join(names)}.", f"The longest is {names[table[value].to_numpy().argmax()]}."]
     return _chart(figure, table, title or value_label, said)
+
+
+def outcomes(table, group, result, title=None):
+    """Draw how the rows of each group came out, as bars of counts, stacked; groups with the most of the rarest first."""
+    _require(table, group, result)
+    counts = pd.crosstab(table[group], table[result])
+    counts = counts[counts.sum().sort_values(ascending=False).index]
+    counts = counts.sort_values([*counts.columns[1:], counts.columns[0]], ascending=False)
+    figure, axes = _figure(1.3 + 0.3 * len(counts))
+    start, hatches = np.zeros(len(counts)), ("", "///", "xx", "..")
+    for (name, column), (colour, _), hatch in zip(counts.items(), SERIES, hatches):
+        axes.barh(counts.index, column, 0.72, start, color=to_rgba(colour, 0.85), hatch=hatch, edgecolor="white", label=name)
+        start += column.to_numpy()
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", left=False, labelcolor=INK)
+    axes.set(xlabel="operations")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
+    said = [f"{len(table)} rows: " + ", ".join(f"{count} {name}" for name, count in counts.sum().items()) + "."]
+    said += [f"{name}: " + ", ".join(f"{n} {how}" for how, n in row.items() if n) + "." for name, row in counts.iterrows()]
+    return _chart(figure, table, title or f"{result} by {group}", said)
 
 
 def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_label=None, y_label=None):

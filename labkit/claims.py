@@ -147,6 +147,44 @@ def _free(table, calls=10):
             f"{table['pool_bytes'].max() / 2**20:.0f} MiB of GPU memory.")
 
 
+def _fixed_shapes(table):
+    trap = table[table["trap"].str.contains("wrong shape")].iloc[0]
+    silent = not trap["raised"] and trap["expected"] != trap["got"]
+    return (bool(trap["raised"]), silent, (int(silent),) * 3, "silent errors",
+            "An input of another shape is refused." if trap["raised"] else
+            f"An input of another shape {'is repeated to fit, without a word' if silent else 'gives the right result'}.")
+
+
+def _fails(table, *names, group=None):
+    """Return how many of these operations, or of a group, cannot be captured warm, and how many there are."""
+    chosen = table[table["operation"].isin(names) | (table["group"] == group)]
+    return int((~chosen["captured"].astype(bool)).sum()), len(chosen)
+
+
+def _control_flow(table):
+    (python, _), (gpu, of) = _fails(table, "if on a shape"), _fails(table, "if on a GPU value", "while on a GPU value")
+    return (python and gpu == of, gpu > 0, (gpu, gpu, of), "kinds of branch on a GPU value that fail",
+            f"An if on a Python value {'fails' if python else 'is baked in without a word'}; {gpu} of {of} branches on a GPU "
+            "value fail.")
+
+
+def _synchronisation(table):
+    fails, of = _fails(table[table["operation"] != "event.record"], group="synchronisation")
+    return fails == of, fails > 0, (fails, fails, of), "ways to wait", f"Of {of} ways to wait for the GPU, {fails} fail."
+
+
+def _allocation(table):
+    fails, of = _fails(table, "allocate 256 MiB", "allocate and free in turns")
+    return (fails == of, fails > 0, (fails, fails, of), "steps that allocate",
+            f"Of {of} steps that make new tensors, {of - fails} are captured: the memory comes from the graph's own pool.")
+
+
+def _operations(table, some=0.05):
+    fails, of = int((~table["captured"].astype(bool)).sum()), len(table)
+    return (fails >= some * of, fails > 0, (fails, fails, of), "operations",
+            f"Of {of} operations, {fails} cannot be captured, however warm.")
+
+
 CLAIMS = {claim.id: claim for claim in (
     Claim("launch-cost", "Launching one kernel costs the CPU 5 to 10 µs.", "10", "launch_cost",
           "holds when the driver's call and PyTorch's whole cost both lie in 5 to 10 µs, with limits when one does.",
@@ -184,4 +222,19 @@ CLAIMS = {claim.id: claim for claim in (
     Claim("free", "CUDA graphs are a free gain.", "20", "capture_cost",
           "holds when every capture pays back in 10 calls, with limits when later, not when a model gains nothing.",
           "Capture what you will replay often; each graph costs start-up time and keeps memory.", _free),
+    Claim("limit-1", "Input shapes are fixed: other shapes need padding, or graphs of their own.", "30", "static_traps",
+          "holds when another shape is refused, with limits when it is taken without a word, not when it comes out right.",
+          "Check shapes before you copy in: the graph does not.", _fixed_shapes),
+    Claim("limit-2", "There can be no if, else or loop inside a graph.", "30", "operation_table",
+          "holds when every kind of branch fails, with limits when only some on GPU values do, not when none of those does.",
+          "Python's branches are baked in silently; use torch.where, or a graph for each case.", _control_flow),
+    Claim("limit-3", "The CPU cannot wait for the GPU inside a graph.", "30", "operation_table",
+          "holds when every way to wait that was tried fails, with limits when some do, not when none does.",
+          "Synchronise before or after the replay.", _synchronisation),
+    Claim("limit-4", "No memory can be allocated during a capture.", "30", "operation_table",
+          "holds when no step that allocates can be captured, with limits when some cannot, not when all can.",
+          "Let the step allocate; count the memory that its pool keeps.", _allocation),
+    Claim("limit-5", "Some operations cannot be captured.", "30", "operation_table",
+          "holds when at least 5 % of the operations tried fail, with limits when fewer do, not when none does.",
+          "Look yours up in the table, or ask labkit.diagnose; each one that fails has a way round.", _operations),
 )}

@@ -27,14 +27,15 @@ class Diagnosis:
     eager_us: tuple = ()
     graph_us: tuple = ()
     speedup: tuple = ()
-    largest_difference: float | None = None  # between eager and replay, on values that the capture had not seen
+    largest_difference: float | None = None  # between eager and replay, over the largest value, on values new to the graph
     risks: tuple = ()  # what would go wrong without a word
 
     def __str__(self):
         if not self.capturable:
             return f"Not capturable, as tried {self.where}.\n{self.failure}\n\n{NOT_SEEN}"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.nodes.items())
-        same = "the same bits as eager" if self.largest_difference == 0 else f"up to {self.largest_difference:.3g} off eager"
+        apart = self.largest_difference
+        same = "are no tensors" if apart is None else f"up to {apart:.3g} off eager" if apart else "the same numbers as eager"
         times = (f"{name:8} {t[0]:,.1f} ({t[1]:,.1f} to {t[2]:,.1f}){unit}" for name, t, unit in (
             ("eager", self.eager_us, " µs"), ("graph", self.graph_us, " µs"), ("speedup", self.speedup, " times as fast")))
         lines = [f"Capturable, as tried {self.where}.", f"nodes    {kinds}", f"kernels  {self.kernels}",
@@ -99,9 +100,7 @@ def examine(fn, inputs):
     with torch.inference_mode():
         apart = _difference(fn, graph, inputs)
         both = timing.compare({"eager": lambda: fn(*inputs), "graph": lambda: graph(*inputs)}, budget_s=2)
-    if apart is None:
-        risks = [*risks, "the results cannot be compared: they are no tensors, or differ in number"]
-    elif apart > 1e-2:
+    if apart and apart > 1e-2:
         risks = [*risks, f"on new values the replay is up to {apart:.3g} off: something that changes is baked in, or seeded inside"]
     eager, replay, speedup = both["eager"].wall_us, both["graph"].wall_us, both.ratio("eager", "graph")
     return {"capturable": True, "nodes": dict(graph.node_kinds), "kernels": len(graph.kernel_names),
@@ -115,6 +114,8 @@ def _difference(fn, graph, inputs):
     import torch
     from torch.utils import _pytree as pytree
 
+    from labkit import graphs
+
     def shuffled(t):
         return t.flatten()[torch.randperm(t.numel(), device=t.device)].view(t.shape)
 
@@ -122,11 +123,10 @@ def _difference(fn, graph, inputs):
     answers = []
     for call in (fn, graph):
         torch.manual_seed(7)
-        answers.append([t.clone() for t in pytree.tree_leaves(call(*new)) if isinstance(t, torch.Tensor)])
-    if len(answers[0]) != len(answers[1]) or not answers[0]:
-        return None
-    largest = max(t.double().abs().nan_to_num().max().item() for t in answers[0] if t.numel()) or 1.0
-    return max((a.double() - b.double()).abs().nan_to_num().max().item() for a, b in zip(*answers) if a.numel()) / largest
+        answers.append(pytree.tree_map_only(torch.Tensor, torch.clone, call(*new)))
+    sizes = [t.abs().max().item() for t in pytree.tree_leaves(answers[0]) if isinstance(t, torch.Tensor) and t.numel()]
+    apart = graphs.difference(*answers)
+    return apart / max([size for size in sizes if 0 < size < float("inf")], default=1.0) if apart else apart
 
 
 def _risks(fn, inputs):

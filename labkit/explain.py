@@ -30,23 +30,25 @@ EXPLANATIONS = (
      WAITS := "the CPU waits for the GPU, or asks it something",
      "take .item(), .cpu(), print, if on a tensor, nonzero and synchronize out of the call: do them before or after"),
 )
-# Where the CPU waits or copies, your own line tells more: what it asks for, and the way round. The first that matches counts.
+# Your own line tells more: what the CPU waits for or copies, and the way round. The first that matches counts.
+COPIED = (
+    (r"bincount\(", "count into a tensor of known size: torch.zeros(n).scatter_add_(0, x, ones)"),
+    (r"\.(cpu|numpy|tolist)\(", "copy into a pinned tensor with non_blocking=True, and read that after the replay"),
+    (r"torch\.tensor\(", "make the tensor before the capture, or on the GPU: torch.full((), value, device='cuda')"),
+)
 ASKED = (
     (r"synchronize\(", "synchronise before or after the replay, not inside the call"),
     (r"\bprint\(", "copy into a pinned tensor with non_blocking=True, and print that after the replay"),
-    (r"nonzero\(", "its result is as long as it turns out: torch.where keeps the shape, torch.nonzero_static(x, size=n) bounds it"),
+    (r"\bnonzero\(", "its result is as long as it turns out: torch.where keeps the shape, torch.nonzero_static(x, size=n) bounds it"),
     (r"\bcond\(", "a conditional node needs torch 2.12 and CUDA 12.4 or newer; else torch.where, or a graph for each case"),
     (r"\bequal\(|allclose\(", "compare on the GPU: (a == b).all(), torch.isclose(a, b).all()"),
-    (r"bincount\(", "count into a tensor of known size: torch.zeros(n).scatter_add_(0, x, ones)"),
     (r"to_sparse\(", "it has as many entries as it finds: split the call around it, or stay dense"),
     (r"unique\(", "its result is as long as it turns out: sort, and compare neighbours"),
-    (r"masked_select\(|\[[^\]]*[<>]|\[[^\]]*[!=]=", "keep the shape: torch.where(mask, x, 0) instead of x[mask]"),
+    (r"masked_select\(|\w\[[^\]]*([<>]|[!=]=)", "keep the shape: torch.where(mask, x, 0) instead of x[mask]"),
     (r"one_hot\(", "say how many classes there are: one_hot(i, classes)"),
     (r"repeat_interleave\(", "say how long the result is: output_size=n"),
     (r"linalg\.(solve|inv|cholesky|lstsq)\b", "use the form that does not look at its own success: solve_ex, inv_ex, cholesky_ex"),
     (r"\.item\(|\b(float|int|range)\(", "use the tensor itself, and it stays on the GPU"),
-    (r"\.(cpu|numpy|tolist)\(", "copy into a pinned tensor with non_blocking=True, and read that after the replay"),
-    (r"torch\.tensor\(", "make the tensor before the capture, or on the GPU: torch.full((), value, device='cuda')"),
     (r"\b(if|while|bool|assert|any|all)\b", "compute both and pick with torch.where, or capture one graph for each case and choose outside"),
 )
 _WRAPPED = re.compile(r"previous error during capture|StreamCaptureInvalidated")
@@ -70,7 +72,8 @@ def explain(error, line=""):
     if isinstance(error, RuntimeError):
         for pattern, kind, way_round in EXPLANATIONS:
             if re.search(pattern, text):
-                asked = [better for source, better in ASKED if kind in (WAITS, COPIES) and re.search(source, line.partition(": ")[2])]
+                by_line = {WAITS: ASKED + COPIED, COPIES: COPIED}.get(kind, ())
+                asked = [better for source, better in by_line if re.search(source, line.partition(": ")[2])]
                 return kind, (asked or [way_round])[0]
         if _WRAPPED.search(text):
             return "an earlier error that your code caught itself", "let the first error out, to see it"
@@ -83,7 +86,7 @@ def first_cause(error):
         return str(error)
     first = _first(error)
     known = any(explain(first)[0] == kind for _, kind, _ in EXPLANATIONS)
-    began = "it failed: " if "out of memory" in str(first) else "the capture failed: "
+    began = "it failed: " if first is error and "out of memory" in str(first) else "the capture failed: "
     return began + _told(first) if known or first is not error else None
 
 

@@ -235,6 +235,24 @@ class SplitCallable:
         return result
 
 
+def difference(one, other):
+    """Return the largest difference between two results, over all their tensors: 0.0 for the same numbers.
+
+    It is infinite where they differ in number, shape, type, or in what is no number; None for results without tensors.
+    """
+    pairs = [[leaf.to_dense() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)] for result in (one, other)]
+    if not any(pairs):
+        return None
+    if [(t.shape, t.dtype) for t in pairs[0]] != [(t.shape, t.dtype) for t in pairs[1]]:
+        return float("inf")
+    apart = [0.0]
+    for a, b in zip(*pairs):
+        a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+        same = (a == b) | (a.isnan() & b.isnan())
+        apart += (a - b).abs().masked_fill(same, 0).nan_to_num(float("inf"), float("inf")).flatten().sort()[0][-1:].tolist()
+    return max(apart)
+
+
 def _as_arguments(result):
     return result if isinstance(result, tuple) else (result,)
 

@@ -58,7 +58,30 @@ def capture(calls, saving=100.0):
     return table([{"break_even_calls": c, "saving_us": saving, "pool_bytes": 2**21} for c in calls])
 
 
+def wrong_shape(got, raised):
+    return table([{"trap": "copy an input of the wrong shape in", "expected": "an error", "got": got, "raised": raised}])
+
+
+def operations(**captured):  # by name, with _ for a blank; what is not named is as on a real GPU
+    real = {"if_on_a_shape": True, "if_on_a_GPU_value": False, "while_on_a_GPU_value": False, "item": False, "print": False,
+            "event.record": True, "allocate_256_MiB": True, "allocate_and_free_in_turns": True}
+    groups = {"item": "synchronisation", "print": "synchronisation", "event.record": "synchronisation"}
+    return table([{"group": groups.get(name, "other"), "operation": name.replace("_", " "), "captured": ok}
+                  for name, ok in (real | captured).items()])
+
+
 @pytest.mark.parametrize("id, made, verdict", [
+    ("limit-1", wrong_shape("[5, 5]", False), LIMITS), ("limit-1", wrong_shape("refused", True), HOLDS),
+    ("limit-1", wrong_shape("an error", False), FAILS),
+    ("limit-2", operations(), LIMITS), ("limit-2", operations(if_on_a_shape=False), HOLDS),
+    ("limit-2", operations(if_on_a_GPU_value=True), LIMITS),
+    ("limit-2", operations(if_on_a_GPU_value=True, while_on_a_GPU_value=True), FAILS),
+    ("limit-3", operations(), HOLDS), ("limit-3", operations(print=True), LIMITS),
+    ("limit-3", operations(print=True, item=True), FAILS),
+    ("limit-4", operations(), FAILS), ("limit-4", operations(allocate_256_MiB=False), LIMITS),
+    ("limit-4", operations(allocate_256_MiB=False, allocate_and_free_in_turns=False), HOLDS),
+    ("limit-5", operations(), HOLDS), ("limit-5", operations(**{f"op{i}": True for i in range(80)}), LIMITS),
+    ("limit-5", operations(if_on_a_GPU_value=True, while_on_a_GPU_value=True, item=True, print=True), FAILS),
     ("launch-cost", launch_cost(5, 10), HOLDS), ("launch-cost", launch_cost(4.9, 10), LIMITS),
     ("launch-cost", launch_cost(6, 10.1), LIMITS), ("launch-cost", launch_cost(4.9, 10.1), FAILS),
     ("hundreds", kernels(99), FAILS), ("hundreds", kernels(100), HOLDS), ("hundreds", kernels(999), HOLDS),
@@ -100,7 +123,7 @@ def test_every_claim_is_judged_above():
 
 def test_an_overlap_of_bounds_and_words():
     for claim in claims.CLAIMS.values():
-        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20") and claim.experiment in experiments.EXPERIMENTS
+        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20", "30") and claim.experiment in experiments.EXPERIMENTS
 
 
 def test_without_its_table_a_claim_is_not_measured():

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 from labkit import __main__ as cli
-from labkit import machine
+from labkit import examine, machine
 
 
 @pytest.fixture
@@ -186,3 +187,76 @@ def test_run_names_what_is_no_notebook_and_goes_on(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "--out", "done"]) == 1
     assert "00_broken.ipynb is no notebook" in capsys.readouterr().err and (tmp_path / "done" / "labs.html").exists()
+
+
+@pytest.fixture
+def diagnosed(tmp_path, monkeypatch, capsys):
+    """Return a function that runs `diagnose` in a folder with a module, as if on a GPU; gives (exit status, its lines)."""
+    (tmp_path / "mine_to_diagnose.py").write_text("import torch\nwidth = 3\n\n\ndef double(x):\n    return x * 2\n")
+    zeros, randn = torch.zeros, torch.randn
+    monkeypatch.setattr(machine, "require_gpu", lambda what: None)
+    monkeypatch.setattr(torch, "zeros", lambda *args, device, **kwargs: zeros(*args, **kwargs))
+    monkeypatch.setattr(torch, "randn", lambda *args, device: randn(*args))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        status = cli.main(["diagnose", *words])
+        told = capsys.readouterr()
+        return status, told.out + told.err
+    yield run
+    sys.modules.pop("mine_to_diagnose", None)
+
+
+def test_diagnosing_without_a_gpu_is_refused(fresh_machine, capsys):
+    fresh_machine.setattr(machine, "mode", lambda: machine.Mode(False, "there is none", "Get one."))
+    assert cli.main(["diagnose", "mine:call"]) == 1
+    assert capsys.readouterr().err == "labkit: A trial capture needs an NVIDIA GPU: there is none. Get one.\n"
+
+
+@pytest.mark.parametrize("name, wrong", [
+    ("nowhere_to_be_found:call", "No module named 'nowhere_to_be_found'"), ("mine_to_diagnose.py:double", "No module named"),
+    ("mine_to_diagnose:triple", "no attribute 'triple'"), ("mine_to_diagnose:double.inner", "no attribute 'inner'"),
+    ("mine_to_diagnose", "no attribute ''"), (":double", "Empty module name")])
+def test_diagnosing_what_cannot_be_imported_is_one_line(diagnosed, name, wrong):
+    status, told = diagnosed(name)
+    assert status == 1 and told.count("\n") == 1 and wrong in told
+    assert told.startswith(f"labkit: {name!r} is no module:callable that can be imported from here (")
+
+
+def test_diagnosing_what_cannot_be_called_is_one_line(diagnosed):
+    assert diagnosed("mine_to_diagnose:width") == (1, "labkit: mine_to_diagnose:width is a int, which cannot be called\n")
+
+
+@pytest.mark.parametrize("given, wrong", [
+    ("8xwide", "'wide'"), ("", "''"), ("8x", "''"), ("8,8", "'8,8'"), ("8x8:float99", "'float99'"), ("8x8:zeros", "dtype"),
+    ("8x-8", "negative")])
+def test_diagnosing_with_a_wrong_input_is_one_line(diagnosed, given, wrong):
+    status, told = diagnosed("mine_to_diagnose:double", "--input", "8", "--input", given)
+    assert status == 1 and told.count("\n") == 1 and wrong in told
+    assert told.startswith(f"labkit: --input wants a shape and a type, like 1x128:float16, not {given!r} (")
+
+
+def test_what_is_diagnosed_is_that_callable_with_those_inputs(diagnosed, monkeypatch):
+    asked = []
+
+    def diagnose(fn, *inputs, **options):
+        asked.append((fn, inputs, options))
+        return examine.Diagnosis(len(inputs) == 2, "here", "it waits", nodes={}, largest_difference=0.0, **dict.fromkeys(
+            ("eager_us", "graph_us", "speedup"), (1.0, 1.0, 1.0)))
+    monkeypatch.setattr(examine, "diagnose", diagnose)
+    status, told = diagnosed("mine_to_diagnose:double", "--input=2x3:float16", "--input=4:int64", "--timeout=7", "--here")
+    assert status == 0 and told.startswith("Capturable")
+    [(fn, inputs, options)] = asked
+    assert fn is sys.modules["mine_to_diagnose"].double and options == {"here": True, "timeout_s": 7}
+    assert [(tuple(x.shape), x.dtype) for x in inputs] == [((2, 3), torch.float16), ((4,), torch.int64)]
+    assert inputs[0].any() and not inputs[1].any()
+    status, told = diagnosed("mine_to_diagnose:double")
+    assert status == 1 and told.startswith("Not capturable") and "it waits" in told
+
+
+def test_a_callable_that_cannot_be_sent_is_one_line(diagnosed, monkeypatch):
+    monkeypatch.setattr("cloudpickle.dumps", lambda call: 1 / 0)
+    status, told = diagnosed("mine_to_diagnose:double")
+    assert status == 1 and told.count("\n") == 1
+    assert "cannot be sent to a child process (division by zero)" in told and "--here" in told

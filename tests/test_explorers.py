@@ -5,9 +5,10 @@ import sys
 import time
 
 import pytest
-from made_up import LABEL, sweep
+from made_up import LABEL, sweep, table
 
 from labkit.explorers.idle_model import IdleModel
+from labkit.explorers.search_model import matching
 
 
 def test_the_model_needs_no_widgets():
@@ -69,3 +70,16 @@ def test_explore_shows_the_widgets_then_a_picture(monkeypatch):
     idle_view.explore(sweep())
     assert "application/vnd.jupyter.widget-view+json" in shown[0] and "kernels" in shown[0]["text/plain"]
     assert shown[1].png and LABEL in str(shown[1])
+
+
+def test_a_search_shows_the_rows_that_hold_all_words():
+    found = table([{"operation": "svd", "result": "fails", "note": "linear algebra"},
+                   {"operation": "<b>add</b>", "result": "captured", "note": None}])
+    assert list(matching(found, ["operation", "result", "note"], "LINEAR fails").operation) == ["svd"]
+    assert len(matching(found, ["operation"], "")) == 2 and matching(found, ["operation", "note"], "svd add").empty
+    code = ("import sys; sys.path.insert(0, 'tests'); from made_up import table\nfrom labkit.explorers import search_view as s\n"
+            "t = table([{'a': 'x' * 90}, {'a': '<script>'}])\ns.search(t, ['a'])\n"
+            "print(s._html(t, ['a'], 'x'))\nprint(s._html(t, ['a'], 'scr'))")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "1 of 2 rows" in said and "x" * 90 in said and "&lt;script&gt;" in said and "TEST DATA" in said
+    assert "A search field over 2 rows: a." in said

@@ -75,7 +75,7 @@ def test_conda_installs_the_project_under_the_same_pins():
 def test_binder_asks_for_what_recorded_labs_need_under_the_same_pins():
     constraint, *names = lines("binder/requirements.txt")
     assert constraint == "-c ../constraints.txt"
-    without_gpu = DIRECT.keys() - {"torch", "transformers", "nbval", "nvidia-ml-py", "cuda-bindings"}
+    without_gpu = DIRECT.keys() - {"torch", "transformers", "nbval", "nvidia-ml-py", "cuda-bindings", "cloudpickle"}
     assert set(names) == without_gpu | {"notebook"} and PINS.keys() >= set(names)
     assert lines("binder/runtime.txt")[0].removeprefix("python-") in SpecifierSet(PROJECT["requires-python"])
 
@@ -89,7 +89,7 @@ def test_repo2docker_accepts_binder():
     assert "python=3.12" in made
 
 
-def test_a_wheel_carries_every_room_and_every_recording(tmp_path):
+def test_a_wheel_carries_every_room_recording_and_list(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "LICENSE", "README.md"):
@@ -100,7 +100,7 @@ def test_a_wheel_carries_every_room_and_every_recording(tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path]
     subprocess.run([*pip, source], check=True)
     inside = set(zipfile.ZipFile(next(tmp_path.glob(f"labkit-{labkit.__version__}-*.whl"))).namelist())
-    files = [*(source / "labkit").rglob("*.py"), *(source / "labkit").rglob("*.json")]
+    files = [file for ending in ("py", "json", "csv") for file in (source / "labkit").rglob(f"*.{ending}")]
     wanted = {str(file.relative_to(source)) for file in files}
     assert len(wanted) > 10 and wanted <= inside, wanted - inside
 
