@@ -2,9 +2,10 @@
 
 import ast
 import json
+import linecache
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from labkit import isolate, machine
@@ -61,7 +62,8 @@ def diagnose(fn, *inputs, here=False, timeout_s=120.0):
     with tempfile.TemporaryDirectory(prefix="labkit-") as folder:
         path = Path(folder) / "call"
         try:
-            path.write_bytes(cloudpickle.dumps((fn, inputs)))
+            cells = {name: linecache.getlines(name) for name in list(linecache.cache) if "ipykernel" in name or name[0] == "<"}
+            path.write_bytes(cloudpickle.dumps((fn, inputs, cells)))  # cells, so that a failure can show its line
         except Exception as error:
             raise ValueError(f"this callable cannot be sent to a child process ({str(error).strip().splitlines()[0]}): make "
                              "it importable, or pass here=True (--here), and know that a failed capture leaves marks") from error
@@ -76,7 +78,8 @@ def sent(path):
     """Examine a call that was written to a file."""
     import cloudpickle
 
-    fn, inputs = cloudpickle.loads(Path(path).read_bytes())
+    fn, inputs, cells = cloudpickle.loads(Path(path).read_bytes())
+    linecache.cache |= {name: (1, None, lines, name) for name, lines in cells.items()}
     return examine(fn, inputs)
 
 

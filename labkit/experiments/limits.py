@@ -76,8 +76,6 @@ def branch_cost():
 @experiment
 def sync_cost():
     """Time 24 layers whose middle is scaled by its own largest value, read by the CPU, or kept on the GPU."""
-    import torch
-
     from labkit import graphs, models
 
     (first, x), (second, _) = (models.build("mlp", layers=12) for _ in range(2))

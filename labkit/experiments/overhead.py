@@ -94,7 +94,7 @@ def _step_after(profiled):
     pair, graph = as_pair(*models.build("mlp"))
     with torch.inference_mode():
         if profiled:
-            trace.record(both["eager"])
+            trace.record(pair["eager"])
         both = timing.compare({"eager": pair["eager"], "replay": graph.replay}, budget_s=1.5)
     return [row | {"profiled": profiled} for row in both.rows()]
 
