@@ -295,3 +295,14 @@ def test_a_limit_refuses_to_run_past_a_cache():
     with pytest.raises(ReplayError, match="its limit"):
         graph(x)
     assert cache.tolist() == [1, 1, 1, 1]
+
+
+def test_the_padding_that_lab_30_builds_does_what_the_packaged_one_does():
+    from labkit import buckets, build, graphs, recordings
+    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "30_meet_the_five_limitations.ipynb")
+    names = {"torch": torch, "GraphedCallable": graphs.GraphedCallable}
+    exec(recordings.code_of(next(cell for cell in cells if "def padded_call" in cell)), names)
+    packaged = buckets.BucketedGraphs(names["model"], names["x"], names["sizes"], dim=1, out_dim=1)
+    for tokens in (1, 64, 300, 512):
+        new = torch.randn_like(names["x"][:, :tokens])
+        assert torch.equal(names["padded_call"](new), packaged(new))
