@@ -286,7 +286,12 @@ def _bars(axes, drawn, label):
     axes.set(xlim=(0, axes.dataLim.xmax * 1.28), ylim=(drawn[-1][0] + 0.6, -0.6), xlabel=label)
     axes.xaxis.set_major_formatter(lambda v, _: _say(v, column))
     if column.endswith("bytes"):
-        axes.xaxis.set_major_locator(FixedLocator(MaxNLocator(5).tick_values(0, axes.get_xlim()[1] / 2**20) * 2**20))
+        _binary_ticks(axes.xaxis, axes.get_xlim()[1])
+
+
+def _binary_ticks(axis, most):
+    """Set ticks at round numbers of MiB, from 0 to `most` bytes."""
+    axis.set_major_locator(FixedLocator(MaxNLocator(5).tick_values(0, most / 2**20) * 2**20))
 
 
 def _scale(axis, log, column, values):
@@ -298,6 +303,8 @@ def _scale(axis, log, column, values):
         subs = (1,) if decades > 2.5 else (1, 2, 5) if decades > 0.9 else (1, 1.5, 2, 3, 5, 7)
         axis.set_major_locator(LogLocator(subs=subs, numticks=12))
         axis.set_minor_locator(NullLocator())
+    elif column.endswith("bytes"):
+        _binary_ticks(axis, points[-1])
     elif column.endswith("share"):
         axis.axes.set(**{f"{axis.axis_name}lim": (0, 1)})
     axis.set_major_formatter(lambda v, _: _say(v, column))

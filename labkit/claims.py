@@ -150,7 +150,7 @@ def _free(table, calls=10):
 def _fixed_shapes(table):
     trap = table[table["trap"].str.contains("wrong shape")].iloc[0]
     silent = not trap["raised"] and trap["expected"] != trap["got"]
-    return (bool(trap["raised"]), silent, (int(silent),) * 3, "silent errors",
+    return (bool(trap["raised"]) or silent, False, (int(silent),) * 3, "silent errors",
             "An input of another shape is refused." if trap["raised"] else
             f"An input of another shape {'is repeated to fit, without a word' if silent else 'gives the right result'}.")
 
@@ -182,7 +182,7 @@ def _allocation(table):
 def _operations(table, some=0.05):
     fails, of = int((~table["captured"].astype(bool)).sum()), len(table)
     return (fails >= some * of, fails > 0, (fails, fails, of), "operations",
-            f"Of {of} operations, {fails} cannot be captured, however warm.")
+            f"Of {of} operations tried, {fails} cannot be captured, even after a warm-up.")
 
 
 CLAIMS = {claim.id: claim for claim in (
@@ -223,18 +223,18 @@ CLAIMS = {claim.id: claim for claim in (
           "holds when every capture pays back in 10 calls, with limits when later, not when a model gains nothing.",
           "Capture what you will replay often; each graph costs start-up time and keeps memory.", _free),
     Claim("limit-1", "Input shapes are fixed: other shapes need padding, or graphs of their own.", "30", "static_traps",
-          "holds when another shape is refused, with limits when it is taken without a word, not when it comes out right.",
+          "holds when another shape is refused or comes out wrong, not when it comes out right.",
           "Check shapes before you copy in: the graph does not.", _fixed_shapes),
     Claim("limit-2", "There can be no if, else or loop inside a graph.", "30", "operation_table",
-          "holds when every kind of branch fails, with limits when only some on GPU values do, not when none of those does.",
+          "holds when branches on Python and GPU values fail, with limits when only those on GPU values do, not when none does.",
           "Python's branches are baked in silently; use torch.where, or a graph for each case.", _control_flow),
     Claim("limit-3", "The CPU cannot wait for the GPU inside a graph.", "30", "operation_table",
           "holds when every way to wait that was tried fails, with limits when some do, not when none does.",
           "Synchronise before or after the replay.", _synchronisation),
-    Claim("limit-4", "No memory can be allocated during a capture.", "30", "operation_table",
+    Claim("limit-4", "No memory can be allocated during a capture.", "31", "operation_table",
           "holds when no step that allocates can be captured, with limits when some cannot, not when all can.",
           "Let the step allocate; count the memory that its pool keeps.", _allocation),
-    Claim("limit-5", "Some operations cannot be captured.", "30", "operation_table",
+    Claim("limit-5", "Some operations cannot be captured.", "31", "operation_table",
           "holds when at least 5 % of the operations tried fail, with limits when fewer do, not when none does.",
           "Look yours up in the table, or ask labkit.diagnose; each one that fails has a way round.", _operations),
 )}

@@ -94,43 +94,56 @@ def names():
         "pinned": torch.ones(64, 64).pin_memory(), "offsets": torch.tensor([16, 32, 48, 64], dtype=torch.int32, **cuda)}
 
 
-def attempt(before, code, split=False):
+def attempt(before, code, options="", split=False, like=""):
     """Capture an operation in this process, cold and then warm, and hold the replay against eager; returns a dict.
 
-    captured, cold: whether it was captured, warm and cold. kernels; largest difference to eager on new values of x (0.0:
-    the same bits). Where the capture failed: kind, cause, way_round, repaired. With `split`, it is captured as the middle
-    of three pieces of which the outer two are graphs.
+    captured, cold: whether it was captured, warm and cold. difference: the largest from eager, on new values of x. Where the
+    capture failed: kind, cause, way_round, repaired. options: of GraphedCallable, as in a call. split: run it eagerly
+    behind a graph. same: whether the replay gives what the expression `like` gives in eager mode.
     """
     import torch
-    from torch.utils import _pytree as pytree
 
     from labkit import graphs
     from labkit.explain import CaptureError
 
-    given = names()
+    given, found = names(), {"torch": torch.__version__, "cold": True}
     exec(before, given)
-    text = f"lambda x: {code}"
-    linecache.cache["<operation>"] = len(text), None, [text], "<operation>"  # so that a failure shows it
-    call, x, new = eval(compile(text, "<operation>", "eval"), given), given["x"], torch.randn_like(given["x"])
-    found = {"cold": True}
+    call, original = _callable(code, given), _callable(like or code, given)
+    x, options = given["x"], eval(f"dict({options})", given)
     if split:
-        graph, call = graphs.SplitCallable([lambda x: x * 2, call], x, eager=(1,)), lambda x, call=call: call(x * 2)
-        found |= {"kernels": len(graph.pieces[0].kernel_names)}
+        graph = graphs.SplitCallable([lambda x: x * 1, call], x, eager=(1,))
     else:
         try:
-            graph = graphs.GraphedCallable(call, x, warmup=0)
+            graphs.GraphedCallable(call, x, warmup=0, **options)
         except CaptureError:
             found["cold"] = False
         try:
-            graph = graphs.GraphedCallable(call, x)
+            graph = graphs.GraphedCallable(call, x, **options)
         except CaptureError as error:
             cause = f"{type(error.cause).__name__}: {str(error.cause).strip().splitlines()[0]}"
             return found | {"captured": False, "kind": error.kind, "cause": cause, "way_round": error.way_round,
                             "repaired": error.repaired}
-        found |= {"kernels": len(graph.kernel_names)}
+    replayed, eager, wanted = _results((graph, call, original), torch.randn_like(x), given)
+    same = graphs.difference(replayed, wanted)
+    return found | {"captured": True, "difference": graphs.difference(replayed, eager), "same": same is not None and same < 1e-3}
+
+
+def _callable(code, given):
+    """Return a function of x that a failed capture can show the line of."""
+    text, name = f"lambda x: {code}", f"<operation {code}>"
+    linecache.cache[name] = len(text), None, [text], name
+    return eval(compile(text, name, "eval"), given)
+
+
+def _results(calls, new, given):
+    """Return what each call gives for new values of x, from the same seeds and the same state."""
+    import torch
+    from torch.utils import _pytree as pytree
+
     results = []
-    for run in (graph, call):
+    for call in calls:
         torch.manual_seed(7)
+        given["generator"].manual_seed(7)
         given["state"].zero_()
-        results.append(pytree.tree_map_only(torch.Tensor, torch.clone, run(new)))
-    return found | {"captured": True, "difference": graphs.difference(*results)}
+        results.append(pytree.tree_map_only(torch.Tensor, torch.clone, call(new)))
+    return results

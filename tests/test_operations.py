@@ -15,7 +15,8 @@ from labkit.experiments import limits
 LISTED = operations.listed()
 TABLES = sorted(Path(operations.__file__).parent.glob("recordings/*/operation_table.json"))
 TRIED = [(one["operation"], one["before"], one["code"]) for one in LISTED]
-TRIED += [(f"instead of {one['operation']}", "", one["instead"]) for one in LISTED if one["instead"]]
+TRIED += [(f"instead of {one['operation']}", "", f"dict({one['instead']})" if "generators=" in one["instead"] else one["instead"])
+          for one in LISTED if one["instead"]]
 
 
 def test_many_operations_each_named_once_and_each_line_whole():
@@ -76,7 +77,8 @@ def tries(monkeypatch):
     """Run here what is meant for a child; attempt() gives, or raises, what stands in a dict; returns it, and what was asked."""
     answers, asked = {}, []
 
-    def attempt(before, code, split=False):
+    def attempt(before, code, options="", split=False, like=""):
+        assert like in ("", asked[0][1] if asked else "") and options in ("", "generators=(generator,)")
         asked.append((before, code, split))
         if isinstance(answer := answers[before, code, split], Died):
             raise answer
@@ -115,11 +117,19 @@ def test_a_captured_operation_is_a_row_and_nothing_else_is_tried(tries):
 
 def test_a_failing_operation_is_told_with_its_way_round(tries):
     answers, asked = tries
-    answers |= {("n = 1", "x + x.item()", False): WAITS, ("", "x + 1", False): RIGHT | {"difference": 0.25}}
+    answers |= {("n = 1", "x + x.item()", False): WAITS, ("n = 1", "x + 1", False): RIGHT | {"difference": 0.25, "same": True}}
     assert row_of("x + x.item()", before="n = 1", instead="x + 1") == {
         "group": "mine", "operation": "this", "code": "n = 1; x + x.item()", "result": "fails", **WAITS,
-        "instead": "x + 1", "instead_captured": True, "instead_difference": 0.25}
-    assert asked == [("n = 1", "x + x.item()", False), ("", "x + 1", False)]
+        "instead": "x + 1", "instead_captured": True, "instead_difference": 0.25, "same": "yes"}
+    assert asked == [("n = 1", "x + x.item()", False), ("n = 1", "x + 1", False)]
+
+
+def test_a_generator_is_registered_as_its_way_round_says(tries):
+    answers, asked = tries
+    answers["", "draw(generator)", False] = WAITS
+    row = row_of("draw(generator)", instead="generators=(generator,)")
+    assert asked == [("", "draw(generator)", False)] * 2 and row["instead"] == "generators=(generator,)"
+    assert row["same"] == "no" and not row["instead_captured"]
 
 
 def test_without_a_way_round_the_call_is_split_around_the_operation(tries):

@@ -131,8 +131,8 @@ def kept_memory():
     tell("with one graph")
     kept.append(graphs.GraphedCallable(model, x, pool=pool))
     tell("and a second one in the same pool")
-    kept.append(graphs.GraphedCallable(model, x))
-    tell("and a third one in a pool of its own")
+    kept.append(graphs.GraphedCallable(model, x[:4]))
+    tell("and a third one, batch 4, in a pool of its own")
     kept.clear()
     tell("when all three are thrown away")
     return rows
@@ -153,25 +153,26 @@ def operation_table():
 
 def _operation(one):
     """Return the row of one operation."""
-    found = _attempt(one["before"], one["code"])
-    row = {"group": one["group"], "operation": one["operation"], "code": "; ".join(filter(None, (one["before"], one["code"]))),
-           **found}
+    before, code, instead = one["before"], one["code"], one["instead"]
+    found = _attempt(before, code)
+    row = {"group": one["group"], "operation": one["operation"], "code": "; ".join(filter(None, (before, code))), **found}
+    row.pop("same", None)
     right = found["captured"] and found["difference"] < 1e-3
+    row["result"] = "captured" if right else "captured, but wrong" if found["captured"] else "fails"
     if found.get("difference") == float("inf"):  # which a recording cannot hold
         row["difference"] = None
-    row["result"] = "captured" if right else "captured, but wrong" if found["captured"] else "fails"
     if not right:
-        instead = one["instead"]
-        way = _attempt("", instead) if instead else _attempt(one["before"], one["code"], split=True)
+        asked = {"options": instead} if instead.startswith("generators=") else {"split": not instead}
+        way = _attempt(before, code if "options" in asked or not instead else instead, like=code, **asked)
         row |= {"instead": instead or "split: graph, eager, graph", "instead_captured": way["captured"],
-                "instead_difference": way.get("difference")}
+                "instead_difference": way.get("difference"), "same": "yes" if way.get("same") else "no"}
     return row
 
 
-def _attempt(before, code, split=False):
+def _attempt(before, code, **asked):
     """Try one operation in a child; a child that did not come back is told as what became of it."""
     result = isolate.run("import json\nfrom labkit import operations\n"
-                         f"json.dumps(operations.attempt({before!r}, {code!r}, {split}))")
+                         f"json.dumps(operations.attempt({before!r}, {code!r}, **{asked!r}))")
     if result.error:
         said = result.error.strip().splitlines()
         return {"captured": False, "cold": False, "kind": result.how_it_ended, "cause": said[-1], "way_round": ""}
