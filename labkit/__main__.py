@@ -143,9 +143,9 @@ def diagnose(args):
     sys.path.insert(0, "")
     try:
         fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except Exception as error:  # importing runs the module
-        raise Refusal(f"{args.callable!r} is no module:callable that can be imported from here "
-                      f"({type(error).__name__}: {error})") from error
+    except (Exception, SystemExit) as error:  # importing runs the module
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise Refusal(f"{args.callable!r} is no module:callable that can be imported from here ({said})") from error
     if isinstance(fn, torch.nn.Module):
         fn = fn.cuda().eval()
     if not callable(fn):
@@ -169,6 +169,13 @@ def example(text):
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
         said = str(error).partition("\n")[0]
         raise Refusal(f"--input wants a shape and a type, like 1x128:float16, not {text!r} ({said})") from error
+
+
+def seconds(word):
+    """Read a time limit: a number above 0."""
+    if not 0 < float(word) < float("inf"):
+        raise ValueError
+    return float(word)
 
 
 def record(args):
@@ -202,7 +209,7 @@ def parser():
     add[diagnose].add_argument("callable", metavar="MODULE:CALLABLE", help="what to capture, importable from this folder")
     add[diagnose].add_argument("--input", action="append", default=[], metavar="SHAPE:TYPE",
                                help="an example input, like 1x128:float16; once for each argument")
-    add[diagnose].add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for the child process")
+    add[diagnose].add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for the child process")
     add[diagnose].add_argument("--here", action="store_true", help="try it in this process, for what cannot be sent")
     add[record].add_argument("names", nargs="*", metavar="NAME", help="an experiment or a lab; none: all")
     add[record].add_argument("--commit", help="the commit measured, in a copy without git")

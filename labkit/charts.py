@@ -97,11 +97,13 @@ def bars(table, label, value, by=None, title=None, value_label=None):
 def outcomes(table, group, result, title=None):
     """Draw how the rows of each group came out, as bars of counts, stacked; groups with the most of the rarest first."""
     _require(table, group, result)
-    counts = pd.crosstab(table[group], table[result])
+    counts = pd.crosstab(table[group].fillna("none").astype(str), table[result].fillna("none").astype(str))
+    if len(counts.columns) > len(SERIES):
+        raise ValueError(f"{result!r} has {len(counts.columns)} different values, and this chart shows up to {len(SERIES)}")
     counts = counts[counts.sum().sort_values(ascending=False).index]
     counts = counts.sort_values([*counts.columns[1:], counts.columns[0]], ascending=False)
     figure, axes = _figure(1.3 + 0.3 * len(counts))
-    start, hatches = np.zeros(len(counts)), ("", "///", "xx", "..")
+    start, hatches = np.zeros(len(counts)), ("", "///", "xx", "..", "\\\\", "++", "--")
     for (name, column), (colour, _), hatch in zip(counts.items(), SERIES, hatches):
         axes.barh(counts.index, column, 0.72, start, color=to_rgba(colour, 0.85), hatch=hatch, edgecolor="white", label=name)
         start += column.to_numpy()

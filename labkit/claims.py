@@ -148,7 +148,10 @@ def _free(table, calls=10):
 
 
 def _fixed_shapes(table):
-    trap = table[table["trap"].str.contains("wrong shape")].iloc[0]
+    found = table[table["trap"].str.contains("wrong shape")]
+    if found.empty:
+        raise KeyError("row of the wrong shape")
+    trap = found.iloc[0]
     silent = not trap["raised"] and trap["expected"] != trap["got"]
     return (bool(trap["raised"]) or silent, False, (int(silent),) * 3, "silent errors",
             "An input of another shape is refused." if trap["raised"] else
@@ -158,7 +161,9 @@ def _fixed_shapes(table):
 def _fails(table, *names, group=None):
     """Return how many of these operations, or of a group, cannot be captured warm, and how many there are."""
     chosen = table[table["operation"].isin(names) | (table["group"] == group)]
-    return int((~chosen["captured"].astype(bool)).sum()), len(chosen)
+    if chosen.empty:
+        raise KeyError(f"rows of {', '.join(names) or group}")
+    return int((chosen["captured"] != True).sum()), len(chosen)  # noqa: E712  what is no True is a failure
 
 
 def _control_flow(table):
@@ -180,7 +185,7 @@ def _allocation(table):
 
 
 def _operations(table, some=0.05):
-    fails, of = int((~table["captured"].astype(bool)).sum()), len(table)
+    fails, of = int((table["captured"] != True).sum()), len(table)  # noqa: E712
     return (fails >= some * of, fails > 0, (fails, fails, of), "operations",
             f"Of {of} operations tried, {fails} cannot be captured, even after a warm-up.")
 

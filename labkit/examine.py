@@ -1,9 +1,10 @@
 """The capture doctor: would this callable capture as a CUDA graph, what stands in the way, and what would it gain?"""
 
-import ast
 import json
 import linecache
+import sys
 import tempfile
+import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Diagnosis:
         apart = self.largest_difference
         same = "are no tensors" if apart is None else f"up to {apart:.3g} off eager" if apart else "the same numbers as eager"
         times = (f"{name:8} {t[0]:,.1f} ({t[1]:,.1f} to {t[2]:,.1f}){unit}" for name, t, unit in (
-            ("eager", self.eager_us, " µs"), ("graph", self.graph_us, " µs"), ("speedup", self.speedup, " times as fast")))
+            ("eager", self.eager_us, " µs"), ("graph", self.graph_us, " µs"), ("speedup", self.speedup, " times as fast")) if t)
         lines = [f"Capturable, as tried {self.where}.", f"nodes    {kinds}", f"kernels  {self.kernels}",
                  f"capture  {self.capture_seconds * 1e3:,.1f} ms, {self.pool_bytes / 2**20:,.1f} MiB stay in its pool", *times,
                  f"results  {same}", *(f"RISK     {risk}" for risk in self.risks)]
@@ -58,36 +59,51 @@ def diagnose(fn, *inputs, here=False, timeout_s=120.0):
     if here:
         warnings.warn("the trial capture runs in this process: if it fails, save your work and restart", stacklevel=2)
         return Diagnosis(where="in this process", **examine(fn, inputs))
-    import cloudpickle
     with tempfile.TemporaryDirectory(prefix="labkit-") as folder:
-        path = Path(folder) / "call"
+        call, answer = Path(folder) / "call", Path(folder) / "answer"
         try:
-            cells = {name: linecache.getlines(name) for name in list(linecache.cache) if "ipykernel" in name or name[0] == "<"}
-            path.write_bytes(cloudpickle.dumps((fn, inputs, cells)))  # cells, so that a failure can show its line
+            _send(call, fn, inputs)
         except Exception as error:
-            raise ValueError(f"this callable cannot be sent to a child process ({str(error).strip().splitlines()[0]}): make "
-                             "it importable, or pass here=True (--here), and know that a failed capture leaves marks") from error
-        result = isolate.run(f"import json\nfrom labkit import examine\njson.dumps(examine.sent({str(path)!r}))", timeout_s)
-    if result.error:
-        return Diagnosis(False, "in a child process", f"{result.cause or ''}\n{result.error}".strip())
-    found = json.loads(ast.literal_eval(result.outputs[-1]["data"]["text/plain"]))
-    return Diagnosis(where="in a child process", **found)
+            said = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ValueError(f"this callable cannot be sent to a child process ({said}): make it importable, or pass here=True "
+                             "(--here), and know that a failed capture leaves marks") from error
+        result = isolate.run(f"import sys\nsys.path[:] = {sys.path!r}\nfrom labkit import examine\n"
+                             f"examine.answer({str(call)!r}, {str(answer)!r})", timeout_s)
+        if answer.exists():
+            return Diagnosis(where="in a child process", **json.loads(answer.read_text("utf-8")))
+    return Diagnosis(False, "in a child process", f"The trial did not finish.\n{result.cause or ''}\n{result.error}".strip())
 
 
-def sent(path):
-    """Examine a call that was written to a file."""
+def _send(path, fn, inputs):
+    """Write a call to a file: torch's format, for its tensors; cloudpickle, for functions of a notebook, with their lines."""
     import cloudpickle
+    import torch
 
-    fn, inputs, cells = cloudpickle.loads(Path(path).read_bytes())
+    def code(code):  # cloudpickle would forget which file code comes from
+        made, parts = cloudpickle.cloudpickle._code_reduce(code)
+        return made, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
+
+    class Pickler(cloudpickle.Pickler):
+        dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: code})
+
+    cells = {name: linecache.getlines(name) for name in list(linecache.cache) if "ipykernel" in name or name[:1] == "<"}
+    torch.save((fn, inputs, cells), path, pickle_module=types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler))
+
+
+def answer(call, path):
+    """Examine a call that was written to a file, and write what came of it to another."""
+    import torch
+
+    fn, inputs, cells = torch.load(call, weights_only=False)
     linecache.cache |= {name: (1, None, lines, name) for name, lines in cells.items()}
-    return examine(fn, inputs)
+    Path(path).write_text(json.dumps(examine(fn, inputs)), "utf-8")
 
 
 def examine(fn, inputs):
     """Try the capture in this process; returns the fields of a Diagnosis, without `where`."""
     import torch
 
-    from labkit import explain, graphs, timing
+    from labkit import explain, graphs
 
     try:
         with torch.inference_mode():
@@ -100,16 +116,28 @@ def examine(fn, inputs):
         graph = graphs.GraphedCallable(fn, inputs)
     except (explain.CaptureError, TypeError, ValueError) as error:
         return {"capturable": False, "failure": str(error)}
-    with torch.inference_mode():
-        apart = _difference(fn, graph, inputs)
-        both = timing.compare({"eager": lambda: fn(*inputs), "graph": lambda: graph(*inputs)}, budget_s=2)
-    if apart and apart > 1e-2:
-        risks = [*risks, f"on new values the replay is up to {apart:.3g} off: something that changes is baked in, or seeded inside"]
-    eager, replay, speedup = both["eager"].wall_us, both["graph"].wall_us, both.ratio("eager", "graph")
-    return {"capturable": True, "nodes": dict(graph.node_kinds), "kernels": len(graph.kernel_names),
-            "capture_seconds": graph.capture_seconds, "pool_bytes": graph.pool_bytes, "largest_difference": apart,
-            "risks": risks, **{name: (s.median, s.low, s.high) for name, s in (
-                ("eager_us", eager), ("graph_us", replay), ("speedup", speedup))}}
+    found = {"capturable": True, "nodes": dict(graph.node_kinds), "kernels": len(graph.kernel_names),
+             "capture_seconds": graph.capture_seconds, "pool_bytes": graph.pool_bytes, "risks": risks}
+    try:
+        with torch.inference_mode(), torch.random.fork_rng(devices=[graph.device]), torch.cuda.device(graph.device):
+            found |= _measured(fn, graph, inputs)
+            found["largest_difference"] = apart = _difference(fn, graph, inputs)
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        risks.append(f"captured, but it then failed when called again, or on new values: {type(error).__name__}: {said}")
+    else:
+        if apart and apart > 1e-2:
+            risks.append(f"on new values the replay is up to {apart:.3g} off: something that changes is baked in, or seeded")
+    return found
+
+
+def _measured(fn, graph, inputs):
+    """Return wall times of eager and graph and the speedup, (median, low, high) each."""
+    from labkit import timing
+
+    both = timing.compare({"eager": lambda: fn(*inputs), "graph": lambda: graph(*inputs)}, budget_s=2)
+    spreads = {"eager_us": both["eager"].wall_us, "graph_us": both["graph"].wall_us, "speedup": both.ratio("eager", "graph")}
+    return {name: (spread.median, spread.low, spread.high) for name, spread in spreads.items()}
 
 
 def _difference(fn, graph, inputs):
@@ -119,16 +147,19 @@ def _difference(fn, graph, inputs):
 
     from labkit import graphs
 
-    def renewed(t):
-        shuffled = t.flatten()[torch.randperm(t.numel(), device=t.device)].view(t.shape)
-        return shuffled * 1.25 if t.is_floating_point() else shuffled  # whole numbers may be places in a table
+    def renewed(t):  # whole numbers may be places in a table: those stay as they are
+        if not t.is_floating_point() or t.dtype.itemsize == 1 or t.layout != torch.strided:
+            return t
+        shuffled = t.flatten()[torch.randperm(t.numel(), device=t.device)]
+        return torch.empty_like(t).copy_(shuffled.view(t.shape) * 1.25)
 
     new = pytree.tree_map_only(torch.Tensor, renewed, inputs)
     answers = []
     for call in (fn, graph):
         torch.manual_seed(7)
         answers.append(pytree.tree_map_only(torch.Tensor, torch.clone, call(*new)))
-    sizes = [t.abs().max().item() for t in pytree.tree_leaves(answers[0]) if isinstance(t, torch.Tensor) and t.numel()]
+    sizes = [t.abs().max().item() for t in pytree.tree_leaves(answers[0])
+             if isinstance(t, torch.Tensor) and t.numel() and t.is_floating_point() and t.dtype.itemsize > 1]
     apart = graphs.difference(*answers)
     return apart / max([size for size in sizes if 0 < size < float("inf")], default=1.0) if apart else apart
 
@@ -137,21 +168,25 @@ def _risks(fn, inputs):
     """Call fn once, eagerly, and return what it changes beside its result, in words."""
     import torch
 
-    from labkit import watch
+    from labkit import graphs, watch
 
     places = [slot for slot in watch.slots(fn, "", 4, {}, (torch.Tensor, int, float, str, bool, torch.nn.Module))
               if not isinstance(slot[3], torch.nn.Module)]
-    before = [value.clone() if isinstance(value, torch.Tensor) else value for *_, value in places]
-    state = torch.cuda.default_generators[torch.cuda.current_device()].get_state()
+    versions = [value._version if isinstance(value, torch.nn.Parameter) else None for *_, value in places]
+    before = [value.clone() if isinstance(value, torch.Tensor) and version is None else value
+              for (*_, value), version in zip(places, versions, strict=True)]
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.get_state()
     fn(*inputs)
     risks = []
-    for (holder, key, label, _), old in zip(places, before, strict=True):
+    for (holder, key, label, _), old, version in zip(places, before, versions, strict=True):
         new = watch.now(holder, key)
         if isinstance(old, torch.Tensor):
-            if not (isinstance(new, torch.Tensor) and new.shape == old.shape and torch.equal(new, old)):
+            changed = new._version != version if version is not None and new is old else graphs.difference(new, old) != 0
+            if changed:
                 risks.append(f"each call changes the tensor {label}: warm-up leaves its marks there, so reset it before use")
-        elif new != old:
+        elif new is not old and (type(new) is not type(old) or new != old):
             risks.append(f"each call changes {label} ({old!r} to {new!r}): Python runs at capture only, a replay does not")
-    if not torch.equal(state, torch.cuda.default_generators[torch.cuda.current_device()].get_state()):
+    if not torch.equal(state, generator.get_state()):
         risks.append("it draws random numbers: each replay draws new ones, from the generator as it is then")
     return risks

@@ -40,7 +40,7 @@ ASKED = (
     (r"synchronize\(", "synchronise before or after the replay, not inside the call"),
     (r"\bprint\(", "copy into a pinned tensor with non_blocking=True, and print that after the replay"),
     (r"\bnonzero\(", "its result is as long as it turns out: torch.where keeps the shape, torch.nonzero_static(x, size=n) bounds it"),
-    (r"\bcond\(", "a conditional node needs torch 2.12 and CUDA 12.4 or newer; else torch.where, or a graph for each case"),
+    (r"(?<!linalg\.)\bcond\(", "a conditional node needs torch 2.12 and CUDA 12.4 or newer; else torch.where, or a graph for each case"),
     (r"\bequal\(|allclose\(", "compare on the GPU: (a == b).all(), torch.isclose(a, b).all()"),
     (r"to_sparse\(", "it has as many entries as it finds: split the call around it, or stay dense"),
     (r"unique\(", "its result is as long as it turns out: sort, and compare neighbours"),
@@ -72,7 +72,7 @@ def explain(error, line=""):
     if isinstance(error, RuntimeError):
         for pattern, kind, way_round in EXPLANATIONS:
             if re.search(pattern, text):
-                by_line = {WAITS: ASKED + COPIED, COPIES: COPIED}.get(kind, ())
+                by_line = {WAITS: ASKED[:-1] + COPIED + ASKED[-1:], COPIES: COPIED}.get(kind, ())
                 asked = [better for source, better in by_line if re.search(source, line.partition(": ")[2])]
                 return kind, (asked or [way_round])[0]
         if _WRAPPED.search(text):
@@ -92,7 +92,9 @@ def first_cause(error):
 
 def _first(error):
     """Follow the chain behind torch's "previous error during capture" to what was raised first."""
-    while _WRAPPED.search(str(error)) and (error.__context__ or error.__cause__):
+    seen = set()  # a chain may bite its own tail
+    while _WRAPPED.search(str(error)) and (error.__context__ or error.__cause__) and id(error) not in seen:
+        seen.add(id(error))
         error = error.__context__ or error.__cause__
     return error
 
@@ -102,7 +104,9 @@ def _told(cause):
     line = user_line(cause)
     kind, way_round = explain(cause, line)
     told = f"{kind}\n  where: {line}\n  cause: {_one_line(cause)}\n"
-    while kind.startswith(type(cause).__name__) and (cause := cause.__cause__ or cause.__context__):
+    seen = {id(cause)}
+    while kind.startswith(type(cause).__name__) and (cause := cause.__cause__ or cause.__context__) and id(cause) not in seen:
+        seen.add(id(cause))
         told += f"  behind it: {_one_line(cause)}\n"
         kind = type(cause).__name__
     return f"{told}  way round: {way_round}"

@@ -216,12 +216,17 @@ class SplitCallable:
     """
 
     def __init__(self, pieces, *args, eager=(), **options):
-        self.pieces, self.reasons = [], []
+        self.pieces, self.reasons, pieces = [], [], list(pieces)
+        if not pieces:
+            raise ValueError("SplitCallable needs at least one callable")
+        eager = {range(len(pieces))[place] for place in eager}  # -1 is the last
         for place, piece in enumerate(pieces):
             call, reason = piece, "asked for" if place in eager else None
+            if not reason and not all(isinstance(arg, torch.Tensor) for arg in args):
+                reason = "its inputs are no tensors, and would be baked in"
             try:
                 call = piece if reason else GraphedCallable(piece, args, **options)
-            except CaptureError as error:
+            except (CaptureError, TypeError, ValueError) as error:
                 reason = str(error)
             self.pieces.append(call)
             self.reasons.append(reason)
@@ -238,19 +243,27 @@ class SplitCallable:
 def difference(one, other):
     """Return the largest difference between two results, over all their tensors: 0.0 for the same numbers.
 
-    It is infinite where they differ in number, shape, type, or in what is no number; None for results without tensors.
+    It is infinite where they differ in structure, shape, type, or in what is no number; None for results without tensors.
     """
-    pairs = [[leaf.to_dense() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)] for result in (one, other)]
-    if not any(pairs):
+    (leaves, structure), (others, other_structure) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in (*leaves, *others)):
         return None
-    if [(t.shape, t.dtype) for t in pairs[0]] != [(t.shape, t.dtype) for t in pairs[1]]:
+    return max(map(_apart, leaves, others)) if structure == other_structure else float("inf")
+
+
+def _apart(a, b):
+    """Return the largest difference between two leaves of results."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return 0.0 if type(a) is type(b) and a == b else float("inf")
+    if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    apart = [0.0]
-    for a, b in zip(*pairs):
-        a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
-        same = (a == b) | (a.isnan() & b.isnan())
-        apart += (a - b).abs().masked_fill(same, 0).nan_to_num(float("inf"), float("inf")).flatten().sort()[0][-1:].tolist()
-    return max(apart)
+    a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    same = (x == y) | (x.isnan() & y.isnan()) if a.is_floating_point() or a.is_complex() else a == b
+    apart = (x - y).abs().nan_to_num(float("inf"), float("inf"))
+    apart = torch.where(apart == 0, 1.0, apart).masked_fill(same, 0)  # whole numbers may be too large to subtract
+    return apart.max().item() if apart.numel() else 0.0
 
 
 def _as_arguments(result):

@@ -10,6 +10,7 @@ import ast
 import atexit
 import base64
 import contextlib
+import ctypes
 import io
 import json
 import linecache
@@ -35,6 +36,7 @@ MOST_PRINTED = 32 << 20  # bytes; a child that prints more is stopped
 MOST_MEMORY = 0.8  # of what is free on the CPU, and on the GPU, when a child begins
 KEPT = 20_000  # characters shown of what was printed, half from each end
 CELL = "<isolated cell>"
+LEFT = "never began: the helper process that starts children went away"
 
 _helpers, _lock = [], threading.Lock()
 
@@ -56,6 +58,11 @@ def run(source, timeout_s=60.0):
 
     So does memory: a child gets up to 80 % of what is free when it begins, on the CPU and, through torch, on the GPU.
     """
+    result = _run_once(source, timeout_s)
+    return _run_once(source, timeout_s) if result.how_it_ended == LEFT else result  # a helper may just have been leaving
+
+
+def _run_once(source, timeout_s):
     with _borrowed() as helper, tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True) as name:
         folder, asked, stopped = Path(name), time.monotonic(), "was interrupted"
         for file in ("printed", "pid", "result", "ended"):
@@ -92,13 +99,20 @@ def _borrowed():
         helper.busy = False
 
 
+def keep_one():
+    """End helpers that are idle, all but one: each holds a spare child, and a CUDA context in it."""
+    with _lock:
+        for helper in [helper for helper in _helpers if not helper.busy][1:]:
+            _end(helper)
+
+
 def _start():
     told, path, uuid = tempfile.TemporaryFile(), [*map(str, sys.path)], machine.gpu_uuid()
     code = f"import sys; sys.path[:] = {path}; from labkit import isolate; isolate._help({uuid!r})"
     helper = subprocess.Popen(  # in a session of its own, where Ctrl-C here does not reach it
         [sys.executable, "-u", "-X", "utf8", "-c", code], start_new_session=True, stdin=subprocess.PIPE,
         stdout=told, stderr=subprocess.DEVNULL, env={**os.environ, "MPLBACKEND": "agg"})
-    helper.told = told
+    helper.told, helper.busy = told, True
     _helpers.append(helper)
     return helper
 
@@ -121,7 +135,9 @@ def _wait(helper, folder, timeout_s):
     while not (folder / "ended").read_text():
         now = time.monotonic()
         begun = begun or ((folder / "pid").read_text() and now)
-        if helper.poll() is not None or not begun and now - asked > START_LIMIT_S:
+        if helper.poll() is not None:
+            return "was left alone: its helper process went away" if begun else LEFT
+        if not begun and now - asked > START_LIMIT_S:
             return f"did not answer for {now - asked:.0f} s: run it again, or ask python -m labkit doctor"
         if begun and now - begun > timeout_s:
             return f"timed out after {timeout_s:g} s"
@@ -134,9 +150,10 @@ def _wait(helper, folder, timeout_s):
 
 
 def _held(pid):
-    """Return the memory in bytes that a process holds, 0 once it is gone."""
+    """Return the memory in bytes that a process and those it started hold, 0 once it is gone."""
     try:
-        return psutil.Process(int(pid)).memory_info().rss
+        child = psutil.Process(int(pid))
+        return sum(process.memory_info().rss for process in (child, *child.children(recursive=True)))
     except psutil.NoSuchProcess:
         return 0
 
@@ -148,7 +165,8 @@ def _result(folder, ended, seconds):
         told = json.loads((folder / "result").read_text("utf-8"))
     except ValueError:  # the child did not get as far
         code = 0 if ended else os.waitstatus_to_exitcode(int((folder / "ended").read_text()))
-        ended = ended or (f"exited with code {code}" if code >= 0 else f"crashed: {signal.Signals(-code).name}")
+        names = {number.value: number.name for number in signal.Signals}
+        ended = ended or (f"exited with code {code}" if code >= 0 else f"crashed: {names.get(-code, -code)}")
     if ended:
         told["error"] = f"the child process {ended}"
     printed = (folder / "printed").read_text("utf-8", "replace")
@@ -162,6 +180,16 @@ def _help(uuid):
     import matplotlib.pyplot  # noqa: F401
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
+    spare, parent = 0, select.poll()
+    parent.register(os.dup(0), 0)  # answers once the parent's end of this stdin is closed
+
+    def leave():
+        parent.poll()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(spare, signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=leave, daemon=True).start()
     while True:
         spare, pipe = _fork(uuid)
         request = os.read(0, 4096) if select.select([0], [], [], IDLE_S)[0] else b""  # a folder; b"": time to leave
@@ -184,9 +212,7 @@ def _fork(uuid):
     try:
         os.setsid()
         os.close(write)
-        parent = select.poll()
-        parent.register(os.dup(0), 0)  # answers once the parent's end of the helper's stdin is closed
-        threading.Thread(target=lambda: parent.poll() and os.killpg(0, signal.SIGKILL), daemon=True).start()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the helper
         if uuid:
             with contextlib.suppress(RuntimeError):  # a full GPU, say: the cell will hear of it
                 import torch
@@ -214,9 +240,12 @@ def _serve(folder):
             from labkit import explain
             lines = [f"line {frame.lineno}: {frame.line}\n" for frame in traceback.extract_tb(error.__traceback__)
                      if frame.filename == CELL]  # the cell's own lines that led to it
-            told["error"] = "".join(lines + traceback.format_exception_only(error)).strip()
-            told["cause"] = explain.first_cause(error)
-    (folder / "result").write_text(json.dumps(told), "utf-8")
+            told["error"] = "".join(lines + traceback.format_exception_only(error)).strip()[:KEPT]
+            with contextlib.suppress(Exception):  # an error that cannot be told
+                told["cause"] = explain.first_cause(error)
+    if len(json.dumps(told, default=str)) > MOST_PRINTED:
+        told["outputs"] = [_display(f"(what it displayed is left out: over {MOST_PRINTED >> 20} MiB)")]
+    (folder / "result").write_text(json.dumps(told, default=str), "utf-8")
 
 
 def _bound_memory():
@@ -249,7 +278,9 @@ def _execute(source, outputs):
 def _display(value):
     """Return an object as an nbformat display_data output."""
     data, metadata = {"text/plain": repr(value)}, {}
-    if hasattr(value, "savefig"):
+    if isinstance(value, type):
+        pass
+    elif hasattr(value, "savefig"):
         png = io.BytesIO()
         value.savefig(png, format="png", bbox_inches="tight")
         data["image/png"] = base64.b64encode(png.getvalue()).decode()

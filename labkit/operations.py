@@ -1,6 +1,6 @@
 """The operations that `experiments.operation_table` tries to capture (operations.csv), and how one is tried.
 
-In the list, `code` is an expression of x, a (64, 64) float32 tensor on the GPU, and of the names that `names` makes;
+In the list, `code` is an expression of x, a (64, 64) float32 tensor on the GPU, and of the names that `table_names` makes;
 `before` is a statement that runs ahead of it; `instead` does the same, or what one wants of it, and can be captured.
 """
 
@@ -15,7 +15,7 @@ def listed():
         return list(csv.DictReader(file))
 
 
-def names():
+def table_names():
     """Return what the expressions are written with, as a dict; it uses no library that sets itself up."""
     import torch
     from torch.nn import functional as F
@@ -94,7 +94,7 @@ def names():
         "pinned": torch.ones(64, 64).pin_memory(), "offsets": torch.tensor([16, 32, 48, 64], dtype=torch.int32, **cuda)}
 
 
-def attempt(before, code, options="", split=False, like=""):
+def capture_trial(before, code, options="", split=False, like=""):
     """Capture an operation in this process, cold and then warm, and hold the replay against eager; returns a dict.
 
     captured, cold: whether it was captured, warm and cold. difference: the largest from eager, on new values of x. Where the
@@ -106,7 +106,7 @@ def attempt(before, code, options="", split=False, like=""):
     from labkit import graphs
     from labkit.explain import CaptureError
 
-    given, found = names(), {"torch": torch.__version__, "cold": True}
+    given, found = table_names(), {"torch": torch.__version__, "cold": True}
     exec(before, given)
     call, original = _callable(code, given), _callable(like or code, given)
     x, options = given["x"], eval(f"dict({options})", given)

@@ -41,9 +41,10 @@ def code_hash(source, beside=()):
     for names, text in (statement for code in (*rooms, *beside) for statement in _statements(code)):
         for name in names:
             named.setdefault(name, []).append(text)
+    named["csv"] = [path.read_text("utf-8") for path in house.glob("*.csv")]
     for text in reached:  # grows while names, attributes, imports and strings lead to more code
-        for name in re.findall(r"\b(?:id|attr|value|alias\(name)='(?:[\w.]*\.)?(\w+)'", text):
-            reached += named.pop(name, [])
+        for found in re.finditer(r"\b(?:id|attr|value|alias\(name)='(?:[\w.]*\.)?(\w+)'|\.(\w+)\(", text):
+            reached += named.pop(found[found.lastindex], [])  # \.(\w+)\( is a call in code that is sent to a child
     return hashlib.sha256("\n".join(sorted(set(reached))).encode()).hexdigest()[:16]
 
 

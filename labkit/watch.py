@@ -108,7 +108,7 @@ def slots(value, label, depth, seen, kinds=(torch.nn.Module, torch.Tensor)):
     for holder, key in places:
         inner = now(holder, key)
         path = f"{label}.{key}" if label else str(key)
-        if isinstance(inner, kinds) and getattr(inner, "layout", torch.strided) == torch.strided:
+        if isinstance(inner, kinds) and not (isinstance(inner, torch.Tensor) and inner.layout != torch.strided):
             yield holder, key, path, inner
         yield from slots(inner, path, 4 if isinstance(inner, torch.nn.Module) else depth - 1, seen, kinds)
 

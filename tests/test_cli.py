@@ -256,7 +256,7 @@ def test_what_is_diagnosed_is_that_callable_with_those_inputs(diagnosed, monkeyp
 
 
 def test_a_callable_that_cannot_be_sent_is_one_line(diagnosed, monkeypatch):
-    monkeypatch.setattr("cloudpickle.dumps", lambda call: 1 / 0)
+    monkeypatch.setattr(examine, "_send", lambda *call: 1 / 0)
     status, told = diagnosed("mine_to_diagnose:double")
     assert status == 1 and told.count("\n") == 1
     assert "cannot be sent to a child process (division by zero)" in told and "--here" in told

@@ -170,3 +170,10 @@ def test_each_failure_in_the_recorded_table_is_of_a_known_kind_and_explained_as_
         kind = getattr(builtins, name, None) or type(name, (RuntimeError,), {})
         assert explain.explain(kind(message))[0] == row["kind"], row
         assert row["kind"] in known, row
+
+
+def test_a_chain_that_bites_its_own_tail_is_told_once():
+    for message in (WRAPPER, "something else"):
+        error = raised(message)
+        error.__cause__ = error
+        assert explain.CaptureError(error).cause is error

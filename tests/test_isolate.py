@@ -159,9 +159,11 @@ def test_no_temporary_folder_stays(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_helper_and_child_leave_when_the_parent_is_killed(tmp_path):
+@pytest.mark.parametrize("busy", ["import time; time.sleep(60)", "import re; re.match('(a+)+$', 'a' * 64 + 'b')"],
+                         ids=["asleep", "in C, where no thread of its own can run"])
+def test_helper_and_child_leave_when_the_parent_is_killed(tmp_path, busy):
     told = tmp_path / "pids"
-    source = f"import os, time\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')\ntime.sleep(60)"
+    source = f"import os\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')\n{busy}"
     parent = subprocess.Popen([sys.executable, "-c", f"from labkit import isolate; isolate.run({source!r})"], env=ENV)
     while not (told.exists() and len(told.read_text().split()) == 2):
         assert parent.poll() is None

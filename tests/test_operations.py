@@ -42,7 +42,7 @@ def given():
     with pytest.MonkeyPatch.context() as patch:
         for library in ("torch", "torch.nn", "torch.nn.attention"):
             patch.setitem(sys.modules, library, MagicMock())
-        return operations.names().keys()
+        return operations.table_names().keys()
 
 
 @pytest.mark.parametrize("before, code", [pytest.param(before, code, id=name) for name, before, code in TRIED])
@@ -93,7 +93,7 @@ def tries(monkeypatch):
             return isolate.Result("", [], f"the child process {how}", None, 0.1, str(how))
         return isolate.Result("", shown, None, None, 0.1, "finished")
 
-    monkeypatch.setattr(operations, "attempt", attempt)
+    monkeypatch.setattr(operations, "capture_trial", attempt)
     monkeypatch.setattr(isolate, "run", run)
     return answers, asked
 
@@ -138,7 +138,7 @@ def test_without_a_way_round_the_call_is_split_around_the_operation(tries):
     answers |= {(*one, False): WAITS, (*one, True): RIGHT}
     row = row_of(one[1], before=one[0])
     assert asked == [(*one, False), (*one, True)]
-    assert row["instead"] == "split: graph, eager, graph"
+    assert row["instead"] == "split: run it eagerly, between graphs"
     assert (row["result"], row["instead_captured"], row["instead_difference"]) == ("fails", True, 0.0)
 
 
@@ -155,7 +155,7 @@ def test_a_child_that_did_not_come_back_is_told_as_what_became_of_it(tries, how)
     answers, _ = tries
     answers |= {("", "abort()", False): Died(how), ("", "abort()", True): Died(how)}
     row = row_of("abort()")
-    assert (row["result"], row["kind"], row["cause"]) == ("fails", how, f"the child process {how}")
+    assert (row["result"], row["kind"], row["cause"]) == ("no answer", how, f"the child process {how}")
     assert (row["captured"], row["cold"], row["instead_captured"], row["instead_difference"]) == (False, False, False, None)
 
 

@@ -99,3 +99,18 @@ def test_models_keep_the_shape_they_are_given():
     assert models.transformer(layers=1, width=128)(x).shape == x.shape
     assert models.transformer(layers=1, width=200)(torch.randn(1, 2, 200)).shape == (1, 2, 200)
     assert models.mlp(layers=3, width=8)(torch.randn(2, 8)).shape == (2, 8)
+
+
+def test_a_module_with_a_layout_of_its_own_is_watched_like_any_other():
+    class Image(torch.nn.Module):
+        layout = "NCHW"
+
+        def forward(self, x):
+            return x
+
+    box = [Image()]
+    watched = watch.Watched(lambda x: box[0](x), [])
+    watched.check()
+    box[0] = Image()
+    with pytest.raises(watch.ReplayError, match="exchanged"):
+        watched.check()

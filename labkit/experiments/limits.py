@@ -2,6 +2,7 @@
 
 import ast
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from labkit import isolate, operations
@@ -143,28 +144,31 @@ def operation_table():
     """Try to capture each operation of operations.csv, each in a fresh process, and a way round each that fails."""
     from tqdm import tqdm
 
-    tried = operations.listed()
-    threads = ThreadPoolExecutor(4)
+    tried, threads, stop = operations.listed(), ThreadPoolExecutor(4), threading.Event()
     try:
-        return list(tqdm(threads.map(_operation, tried), total=len(tried), desc="capturing", leave=False))
+        rows = threads.map(lambda one: _operation(one, stop), tried)
+        return list(tqdm(rows, total=len(tried), desc="capturing", leave=False))
     finally:
+        stop.set()
         threads.shutdown(cancel_futures=True)
+        isolate.keep_one()
 
 
-def _operation(one):
-    """Return the row of one operation."""
+def _operation(one, stop=None):
+    """Return the row of one operation; once `stop` is set, nothing more is tried."""
     before, code, instead = one["before"], one["code"], one["instead"]
     found = _attempt(before, code)
     row = {"group": one["group"], "operation": one["operation"], "code": "; ".join(filter(None, (before, code))), **found}
     row.pop("same", None)
     right = found["captured"] and found["difference"] < 1e-3
-    row["result"] = "captured" if right else "captured, but wrong" if found["captured"] else "fails"
+    row["result"] = ("captured" if right else "captured, but wrong" if found["captured"] else
+                     "fails" if "repaired" in found else "no answer")
     if found.get("difference") == float("inf"):  # which a recording cannot hold
         row["difference"] = None
-    if not right:
+    if not right and not (stop and stop.is_set()):
         asked = {"options": instead} if instead.startswith("generators=") else {"split": not instead}
         way = _attempt(before, code if "options" in asked or not instead else instead, like=code, **asked)
-        row |= {"instead": instead or "split: graph, eager, graph", "instead_captured": way["captured"],
+        row |= {"instead": instead or "split: run it eagerly, between graphs", "instead_captured": way["captured"],
                 "instead_difference": way.get("difference"), "same": "yes" if way.get("same") else "no"}
     return row
 
@@ -172,7 +176,7 @@ def _operation(one):
 def _attempt(before, code, **asked):
     """Try one operation in a child; a child that did not come back is told as what became of it."""
     result = isolate.run("import json\nfrom labkit import operations\n"
-                         f"json.dumps(operations.attempt({before!r}, {code!r}, **{asked!r}))")
+                         f"json.dumps(operations.capture_trial({before!r}, {code!r}, **{asked!r}))")
     if result.error:
         said = result.error.strip().splitlines()
         return {"captured": False, "cold": False, "kind": result.how_it_ended, "cause": said[-1], "way_round": ""}

@@ -3,8 +3,6 @@
 
 def matching(table, columns, text):
     """Return the rows in which each word of `text` stands somewhere in these columns, as text; capitals do not matter."""
-    part = table[columns].fillna("").astype(str)
-    lines = part.agg(" ".join, axis=1).str.lower()
-    for word in text.lower().split():
-        lines = lines[lines.str.contains(word, regex=False)]
-    return part.loc[lines.index]
+    part = table[columns].astype(object).where(table[columns].notna(), "").astype(str)
+    lines = [" ".join(row).lower() for row in part.itertuples(index=False)]
+    return part[[all(word in line for word in text.lower().split()) for line in lines]]
