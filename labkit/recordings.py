@@ -48,18 +48,21 @@ def code_hash(source, beside=()):
     return hashlib.sha256("\n".join(sorted(set(reached))).encode()).hexdigest()[:16]
 
 
+@functools.lru_cache(maxsize=256)
 def _statements(source):
-    """Yield (names it defines, its tree as text) for each top-level statement of some code, without docstrings."""
+    """List (names it defines, its tree as text) for each top-level statement of some code, without docstrings."""
     tree, definitions = ast.parse(code_of(source)), (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, *definitions)) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
+    found = []
     for statement in tree.body:  # a def defines its own name only, an assignment, try or if all names in it
         nodes = [statement] if isinstance(statement, (*definitions, ast.Expr)) else list(ast.walk(statement))
         names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         names |= {n.name for n in nodes if isinstance(n, definitions)}
         # Which empty fields a dump shows depends on the version of Python: without them it is the same under each.
-        yield names, re.sub(r"\w+=(\[\]|Load\(\))(, )?", "", ast.dump(statement)).replace(", )", ")")
+        found.append((names, re.sub(r"\w+=(\[\]|Load\(\))(, )?", "", ast.dump(statement)).replace(", )", ")")))
+    return found
 
 
 def lab_hash(sources):
