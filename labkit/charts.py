@@ -94,8 +94,8 @@ def bars(table, label, value, by=None, title=None, value_label=None):
     return _chart(figure, table, title or value_label, said)
 
 
-def outcomes(table, group, result, title=None):
-    """Draw how the rows of each group came out, as bars of counts, stacked; groups with the most of the rarest first."""
+def outcomes(table, group, result, what="rows", title=None):
+    """Draw how the rows (`what` they are) of each group came out, as stacked bars; most of the rarer outcomes first."""
     _require(table, group, result)
     counts = pd.crosstab(table[group].fillna("none").astype(str), table[result].fillna("none").astype(str))
     if len(counts.columns) > len(SERIES):
@@ -109,10 +109,10 @@ def outcomes(table, group, result, title=None):
         start += column.to_numpy()
     axes.invert_yaxis()
     axes.tick_params(axis="y", left=False, labelcolor=INK)
-    axes.set(xlabel="operations")
+    axes.set(xlabel=what)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
-    said = [f"{len(table)} rows: " + ", ".join(f"{count} {name}" for name, count in counts.sum().items()) + "."]
+    said = [f"{len(table)} {what}: " + ", ".join(f"{count} {name}" for name, count in counts.sum().items()) + "."]
     said += [f"{name}: " + ", ".join(f"{n} {how}" for how, n in row.items() if n) + "." for name, row in counts.iterrows()]
     return _chart(figure, table, title or f"{result} by {group}", said)
 

@@ -151,3 +151,14 @@ def test_what_cannot_be_drawn_is_said_and_not_drawn_wrongly():
         charts.durations(made(name=["Memcpy"], gpu_us=[1.0]))
     assert "do not cross" in charts.lines(made(x=[1, 2], y_us=[1.0, 2.0]), "x", "y_us", crossing=True).text
     assert charts.bars(made(name=["$x^{$"], us=[1.0]), "name", "us", title="$x^{$").png
+
+
+def test_outcomes_are_counted_by_group_and_none_is_lost():
+    rows = [{"group": g, "result": r} for g, r in (("a", "captured"), ("a", "fails"), ("b", "captured"), ("b", "captured"),
+                                                   ("c", "fails"), (None, None))]
+    said = charts.outcomes(table(rows), "group", "result", what="operations").text
+    assert said.startswith("6 operations: 3 captured, 2 fails, 1 none.")
+    assert "a: 1 captured, 1 fails." in said and "b: 2 captured." in said and "none: 1 none." in said
+    assert said.index("c: 1 fails") < said.index("b: 2 captured")
+    with pytest.raises(ValueError, match="has 8 different values, and this chart shows up to 7"):
+        charts.outcomes(table([{"group": "a", "result": str(i)} for i in range(8)]), "group", "result")

@@ -87,7 +87,8 @@ def test_a_capturable_call_is_measured_and_compared(x):
     found = labkit.diagnose(scaled, x)
     assert found.capturable and found.where == "in a child process" and found.largest_difference == 0
     assert found.kernels == 1 and found.nodes == {"kernel": 1} and not found.risks
-    assert found.speedup[1] <= found.speedup[0] <= found.speedup[2] and found.eager_us[0] > found.graph_us[0] * 0.2
+    assert found.speedup[1] <= found.speedup[0] <= found.speedup[2]
+    assert found.speedup[0] == pytest.approx(found.eager_us[0] / found.graph_us[0], rel=0.5)
     assert "Capturable" in str(found) and "Not always seen from outside" in str(found)
 
 

@@ -1,4 +1,4 @@
-"""What the five limitations forbid, and what the ways round them cost: the experiments of lab 30. Times are in µs."""
+"""What the five limitations forbid, and what the ways round them cost: the experiments of labs 30 and 31. Times are in µs."""
 
 import ast
 import json
