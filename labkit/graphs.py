@@ -243,7 +243,7 @@ class SplitCallable:
 def difference(one, other):
     """Return the largest difference between two results, over all their tensors: 0.0 for the same numbers.
 
-    It is infinite where they differ in structure, shape, type, or in what is no number; None for results without tensors.
+    It is infinite where they differ in structure, shape, type, device, or in what is no number; None for results without tensors.
     """
     (leaves, structure), (others, other_structure) = pytree.tree_flatten(one), pytree.tree_flatten(other)
     if not any(isinstance(leaf, torch.Tensor) for leaf in (*leaves, *others)):
@@ -255,7 +255,7 @@ def _apart(a, b):
     """Return the largest difference between two leaves of results."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return 0.0 if type(a) is type(b) and a == b else float("inf")
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return float("inf")
     a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
     wide = torch.complex128 if a.is_complex() else torch.float64

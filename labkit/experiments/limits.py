@@ -168,7 +168,7 @@ def _operation(one, stop=None):
     if not right and not (stop and stop.is_set()):
         asked = {"options": instead} if instead.startswith("generators=") else {"split": not instead}
         way = _attempt(before, code if "options" in asked or not instead else instead, like=code, **asked)
-        row |= {"instead": instead or "split: run it eagerly, between graphs", "instead_captured": way["captured"],
+        row |= {"instead": instead or "split: a graph in front, the operation by hand", "instead_captured": way["captured"],
                 "instead_difference": way.get("difference"), "same": "yes" if way.get("same") else "no"}
     return row
 
