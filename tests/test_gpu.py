@@ -295,8 +295,8 @@ def test_errors_before_the_capture_are_the_calls_own(x):
 
 AGREE = """
 from labkit import models, timing
-from labkit.experiments import _pair
-pair, _ = _pair(*models.build("mlp"))
+from labkit.experiments.registry import as_pair
+pair, _ = as_pair(*models.build("mlp"))
 r = timing.compare(pair, budget_s=8, target=0).ratio("eager", "graph")
 print(r.low, r.high)
 """
