@@ -64,6 +64,8 @@ def _commit(handed_in):
     if not shutil.which("git") or git("ls-files", "--error-unmatch", "labkit/recordings.py").returncode:
         if not handed_in:
             raise RecordingError("this copy is not under git: say which commit it is a copy of, with --commit")
+        if not re.fullmatch("[0-9a-f]{7,40}", handed_in):
+            raise RecordingError(f"--commit takes the hash of a commit, 7 to 40 hex digits, not {handed_in!r}")
         return handed_in
     if changed := git("status", "--porcelain", "--", ".", ":(exclude)labkit/recordings").stdout.splitlines():
         raise RecordingError(f"commit first: a recording names the commit it was made with, and {len(changed)} "

@@ -215,12 +215,12 @@ def test_no_gpu_no_recording(folder):
 def test_experiments_are_recorded_and_read_back(gpu, monkeypatch, capsys):
     odd = [{"x": float("nan"), "why": f"at {Path.home()}/a/b.py", "after": (1, 2), "samples": {"wall_us": [1.5, 2.5]}}]
     experiments.EXPERIMENTS |= {"tiny": experiment(lambda: odd)}
-    path, = record.record(commit="abc123")
+    path, = record.record(commit="abc1234")
     assert path == gpu / "nvidia-test" / "tiny.json" and "recorded tiny in" in capsys.readouterr().out
     kept = json.loads(path.read_text())
     assert list(kept["rows"][0]) == ["x", "why", "after", "samples"]
     assert kept["rows"] == [{"x": None, "why": "at .../b.py", "after": [1, 2], "samples": {"wall_us": [1.5, 2.5]}}]
-    assert (kept["commit"], kept["params"], kept["machine"]["gpu"]) == ("abc123", {"n": 3}, "NVIDIA Test")
+    assert (kept["commit"], kept["params"], kept["machine"]["gpu"]) == ("abc1234", {"n": 3}, "NVIDIA Test")
     assert '"wall_us": [ 1.5, 2.5 ]' in path.read_text()
     monkeypatch.setattr(machine, "mode", lambda: machine.Mode(False, ""))
     assert table().attrs["provenance"]["stale"] is False
@@ -231,7 +231,7 @@ def test_a_failure_costs_only_itself_and_is_named(gpu, tmp_path):
         raise ValueError("too\nlong")
     experiments.EXPERIMENTS |= {"broken": experiment(broken), "tiny": experiment(lambda: ROWS)}
     with pytest.raises(RecordingError, match=r"1 of 2 could not be recorded.*broken \(too\)$"):
-        record.record(commit="abc", out=tmp_path / "out")
+        record.record(commit="abc1234", out=tmp_path / "out")
     assert [p.name for p in tmp_path.glob("out/nvidia-test/*")] == ["tiny.json"]
     assert not gpu.exists()
 
@@ -239,8 +239,8 @@ def test_a_failure_costs_only_itself_and_is_named(gpu, tmp_path):
 def test_names_choose_what_is_recorded_and_unknown_ones_are_refused(gpu):
     experiments.EXPERIMENTS |= {"tiny": experiment(lambda: ROWS), "other": experiment(lambda: ROWS)}
     with pytest.raises(RecordingError, match="nothing here is called tinny; there are: tiny, other"):
-        record.record(["tinny"], commit="abc")
-    assert [path.stem for path in record.record(["other"], commit="abc")] == ["other"]
+        record.record(["tinny"], commit="abc1234")
+    assert [path.stem for path in record.record(["other"], commit="abc1234")] == ["other"]
 
 
 def test_an_interrupted_write_leaves_the_old_recording(gpu, monkeypatch):
@@ -258,7 +258,9 @@ def test_a_dirty_tree_is_refused_and_recordings_do_not_make_it_dirty(gpu, tmp_pa
         subprocess.run(command, check=True, capture_output=True)
     with pytest.raises(RecordingError, match="not under git.*--commit"):
         record._commit(None)
-    assert record._commit("handed in") == "handed in"
+    assert record._commit("0a1b2c3") == "0a1b2c3"
+    with pytest.raises(RecordingError, match="--commit takes the hash of a commit.*not '10_measure_launch_overhead'"):
+        record._commit("10_measure_launch_overhead")  # what an empty $COMMIT in front of it makes of a shell's line
     (tmp_path / "labkit" / "recordings").mkdir(parents=True)
     (tmp_path / "labkit" / "recordings.py").write_text("x = 1")
     git("init", "-q")
@@ -268,7 +270,7 @@ def test_a_dirty_tree_is_refused_and_recordings_do_not_make_it_dirty(gpu, tmp_pa
     assert re.fullmatch("[0-9a-f]{40}", record._commit("ignored"))
     (tmp_path / "labkit" / "recordings.py").write_text("x = 2")
     with pytest.raises(RecordingError, match=r"commit first.*1 file\(s\).*recordings\.py"):
-        record._commit("abc")
+        record._commit("abc1234")
 
 
 LIVE = ("from labkit import machine\nmachine.mode = lambda: machine.Mode(True, 'NVIDIA Test')\n"
@@ -284,11 +286,11 @@ def write_lab(tmp_path, sources):
 def test_a_lab_that_raises_or_repeats_a_cell_is_not_recorded(gpu, tmp_path):
     write_lab(tmp_path, [LIVE, "%%gpu\n1", "%%gpu\n1"])
     with pytest.raises(RecordingError, match="10_tiny .two .* same text"):
-        record.record(["10_tiny"], commit="abc")
+        record.record(["10_tiny"], commit="abc1234")
     shutil.rmtree(tmp_path / "notebooks")
     write_lab(tmp_path, ["1 / 0", "%%gpu\n1"])
     with pytest.raises(RecordingError, match="10_tiny .10_tiny.*ZeroDivisionError: division by zero"):
-        record.record(["10_tiny"], commit="abc")
+        record.record(["10_tiny"], commit="abc1234")
     assert not gpu.exists()
 
 
@@ -296,7 +298,7 @@ def test_a_labs_gpu_cells_are_recorded_live(gpu, tmp_path, monkeypatch):
     sources = [LIVE, "n = 3", "%%gpu\nimport sys, os\nprint(n, os.getcwd())\nprint('b', end='\\r')\nprint('c')\nn * 2",
                "%%isolated --expect boom\nraise ValueError('boom')", "print('not recorded')"]
     write_lab(tmp_path, sources)
-    kept = json.loads(record.record(["10_tiny"], commit="abc")[0].read_text())
+    kept = json.loads(record.record(["10_tiny"], commit="abc1234")[0].read_text())
     assert kept["code_hash"] == recordings.lab_hash(sources)
     assert list(kept["cells"]) == list(map(recordings.cell_key, sources[2:4]))
     outputs = kept["cells"][recordings.cell_key(sources[2])]["outputs"]
