@@ -75,7 +75,7 @@ def test_conda_installs_the_project_under_the_same_pins():
 def test_binder_asks_for_what_recorded_labs_need_under_the_same_pins():
     constraint, *names = lines("binder/requirements.txt")
     assert constraint == "-c ../constraints.txt"
-    without_gpu = DIRECT.keys() - {"torch", "transformers", "nbval", "nvidia-ml-py", "cuda-bindings", "cloudpickle"}
+    without_gpu = DIRECT.keys() - {"torch", "transformers", "nbval", "nvidia-ml-py", "cuda-bindings", "cloudpickle", "voila"}
     assert set(names) == without_gpu | {"notebook"} and PINS.keys() >= set(names)
     assert lines("binder/runtime.txt")[0].removeprefix("python-") in SpecifierSet(PROJECT["requires-python"])
 
@@ -100,7 +100,7 @@ def test_a_wheel_carries_every_room_recording_and_list(tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path]
     subprocess.run([*pip, source], check=True)
     inside = set(zipfile.ZipFile(next(tmp_path.glob(f"labkit-{labkit.__version__}-*.whl"))).namelist())
-    files = [file for ending in ("py", "json", "csv") for file in (source / "labkit").rglob(f"*.{ending}")]
+    files = [file for ending in ("py", "json", "csv", "ipynb") for file in (source / "labkit").rglob(f"*.{ending}")]
     wanted = {str(file.relative_to(source)) for file in files}
     assert len(wanted) > 10 and wanted <= inside, wanted - inside
 
