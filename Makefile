@@ -1,4 +1,4 @@
-# make lab          set everything up in .venv and open JupyterLab on the first lab
+# make lab          set everything up in .venv and open JupyterLab on the first lab; ARGS=--app: the explorer alone
 # make test         everything that needs no GPU
 # make doctor | run | record | build      the other commands of labkit
 # ARGS="..." goes on to the command: make lab ARGS=--no-browser, make run ARGS=10

@@ -53,7 +53,7 @@ def notebooks_folder():
 
 
 def lab(args):
-    """Become JupyterLab at the first lab, on localhost with a token; what follows `lab` goes on to Jupyter."""
+    """Become JupyterLab at the first lab, on localhost with a token; what follows `lab` goes on to Jupyter (or Voila)."""
     server = "voila" if args.app else "jupyterlab"
     if not importlib.util.find_spec(server):
         raise ModuleNotFoundError(name=server)

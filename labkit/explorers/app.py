@@ -2,6 +2,7 @@
 
 import webbrowser
 from pathlib import Path
+from threading import Thread
 
 from voila.app import Voila
 
@@ -15,8 +16,9 @@ class App(Voila):
     def launch_browser(self):
         """Open the page through a file that only its owner can read, so that no list of processes shows the token."""
         page = Path(self.connection_dir, "open.html")
+        page.touch(0o600)
         page.write_text(f'<meta http-equiv="refresh" content="0; url={self.display_url}">', "utf-8")
-        webbrowser.open(page.as_uri())
+        Thread(target=webbrowser.open, args=[page.as_uri()], daemon=True).start()  # a browser in this terminal would block
 
 
 if __name__ == "__main__":
