@@ -159,8 +159,3 @@ def drag(lab, slider, to):
     mouse.down()
     mouse.move(whole["x"] + to * whole["width"], y, steps=5)
     mouse.up()
-
-
-def picture(lab, chart):
-    """Return the picture that a chart (a CSS class) shows, as its address."""
-    return lab.locator(f".{chart} img, img.{chart}").first.get_attribute("src")
