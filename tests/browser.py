@@ -53,7 +53,8 @@ def need():
 @contextmanager
 def browser():
     """Start the installed chromium and give a context for pages."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
+    expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
         path = next(filter(None, map(shutil.which, NAMES)))
         chromium = playwright.chromium.launch(executable_path=path, args=OPTIONS)
@@ -138,7 +139,7 @@ class Tab:
             self.page.wait_for_function("path => window.ran == path", arg=path)
             cells = [cell for cell in self.page.evaluate(CELLS) if cell["cell_type"] == "code" and cell["source"]]
             unrun = [cell["id"] for cell in cells if not cell["execution_count"]]
-            failed = [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+            failed = [output["evalue"] for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
             assert cells and not unrun and not failed, f"{name}: cells {unrun} did not run; errors: {failed}"
             yield lab
 
