@@ -58,6 +58,7 @@ def test_the_idle_explorer_of_lab_10_follows_keyboard_and_mouse(tabs):
 def test_the_search_of_lab_31_follows_what_is_typed(tabs):
     with tabs["labs"].lab(LABS[31]) as lab:
         rows, field = lab.locator(".labkit-found tbody tr"), lab.locator(".labkit-search input")
+        rows.first.wait_for()  # cells can have run before their widgets are drawn
         everything = rows.count()
         field.press_sequentially("linalg fails")
         change(lab.locator(".labkit-found p"), lambda: field.press("Enter"))
