@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from labkit.graphs import GraphedCallable, pool_bytes
+from labkit.contents import pool_bytes
+from labkit.graphs import GraphedCallable
 
 
 class BucketedGraphs:

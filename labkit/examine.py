@@ -38,8 +38,9 @@ class Diagnosis:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.nodes.items())
         apart = self.largest_difference
         same = "are no tensors" if apart is None else f"up to {apart:.3g} off eager" if apart else "the same numbers as eager"
-        times = (f"{name:8} {t[0]:,.1f} ({t[1]:,.1f} to {t[2]:,.1f}){unit}" for name, t, unit in (
-            ("eager", self.eager_us, " µs"), ("graph", self.graph_us, " µs"), ("speedup", self.speedup, " times as fast")) if t)
+        times = (f"{name:8} {t[0]:,.{d}f} ({t[1]:,.{d}f} to {t[2]:,.{d}f}) {unit}" for name, t, d, unit in (
+            ("eager", self.eager_us, 1, "µs of wall time"), ("graph", self.graph_us, 1, "µs of wall time"),
+            ("speedup", self.speedup, 2, "times as fast")) if t)
         lines = [f"Capturable, as tried {self.where}.", f"nodes    {kinds}", f"kernels  {self.kernels}",
                  f"capture  {self.capture_seconds * 1e3:,.1f} ms, {self.pool_bytes / 2**20:,.1f} MiB stay in its pool", *times,
                  f"results  {same}", *(f"RISK     {risk}" for risk in self.risks)]

@@ -1,101 +1,22 @@
 """Capture a callable once as a CUDA graph, replay it with new inputs, and refuse whatever would be silently wrong."""
 
-import ctypes
 import gc
-import re
 import threading
 import time
 import traceback
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 import torch
 from torch.utils import _pytree as pytree
 
-from labkit import machine
+from labkit import contents, machine
 from labkit.explain import CaptureError
 from labkit.watch import ReplayError, Watched, slots
 
 _one_at_a_time = threading.RLock()
 _failed = []
-
-
-@dataclass(frozen=True)
-class Node:
-    """One node of a graph: what kind of work, the kernel's name (or ""), its grid, and the nodes it waits for."""
-
-    kind: str
-    name: str
-    grid: tuple
-    after: tuple
-
-
-def _count(graph):
-    """Count the nodes of a graph."""
-    from cuda.bindings import driver
-
-    return _cuda(driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()), 0))[-1]
-
-
-def nodes(graph):
-    """List the nodes of a `torch.cuda.CUDAGraph` made with keep_graph=True, in the order that CUDA gives them."""
-    from cuda.bindings import driver
-
-    handle, count = driver.CUgraph(graph.raw_cuda_graph()), _count(graph)
-    found = _cuda(driver.cuGraphGetNodes(handle, count))[0] if count else []
-    index = {int(node): i for i, node in enumerate(found)}
-    after = {i: [] for i in index.values()}
-    edges = _cuda(driver.cuGraphGetEdges(handle, 0))[-1]
-    if edges:
-        sources, targets = _cuda(driver.cuGraphGetEdges(handle, edges))[:2]
-        for source, target in zip(sources, targets, strict=False):
-            after[index[int(target)]].append(index[int(source)])
-    return [_node(driver, node, after[i]) for i, node in enumerate(found)]
-
-
-def _node(driver, handle, after):
-    kind = _cuda(driver.cuGraphNodeGetType(handle))[0]
-    name, grid = "", ()
-    if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-        p = _cuda(driver.cuGraphKernelNodeGetParams(handle))[0]
-        raw = _cuda(driver.cuFuncGetName(p.func) if int(p.func) else driver.cuKernelGetName(p.kern))[0]
-        name, grid = short_name(_demangled(raw.decode())), (p.gridDimX, p.gridDimY, p.gridDimZ)
-    return Node(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower(), name, grid, tuple(sorted(after)))
-
-
-def _cuda(answer):
-    """Return what a call of cuda.bindings answered behind its status, or raise the status by name."""
-    status, *values = answer
-    if int(status):
-        raise RuntimeError(f"the CUDA driver answered {status.name}")
-    return values
-
-
-def _demangled(name):
-    """Return a C++ symbol as written in its source, where the C++ runtime is there to say so."""
-    with suppress(OSError, AttributeError):
-        demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-        demangle.restype = ctypes.c_void_p
-        found = demangle(name.encode(), None, None, None)
-        if found:
-            return ctypes.string_at(found).decode()
-    return name
-
-
-def short_name(name):
-    """Return a kernel's name without return type, namespaces, template and call arguments."""
-    name = re.sub(r"\(anonymous namespace\)|\{lambda[^}]*\}", "", name)
-    while re.search(r"<[^<>]*>|\([^()]*\)", name):
-        name = re.sub(r"<[^<>]*>|\([^()]*\)", "", name)
-    words = [word.split("::")[-1] for word in name.split() if word not in ("void", "const")]
-    return words[0] if words else name
-
-
-def pool_bytes(pool):
-    """Return the bytes of GPU memory that a graph's memory pool (its id, a pair of ints) keeps reserved."""
-    return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool))
 
 
 class GraphedCallable:
@@ -189,7 +110,7 @@ class GraphedCallable:
     @cached_property
     def nodes(self):
         """The nodes of the graph, in order: a list of Node."""
-        return nodes(self._graph)
+        return contents.nodes(self._graph)
 
     @property
     def node_kinds(self):
@@ -204,7 +125,7 @@ class GraphedCallable:
     @property
     def pool_bytes(self):
         """Bytes that the graph's memory pool keeps reserved, together with the graphs that share it."""
-        return pool_bytes(self.pool)
+        return contents.pool_bytes(self.pool)
 
 
 class SplitCallable:
@@ -232,6 +153,8 @@ class SplitCallable:
             self.reasons.append(reason)
             with torch.inference_mode():
                 args = _as_arguments(call(*args))
+            if isinstance(call, GraphedCallable):
+                call.rewind()  # this one call does not count towards `limit`
 
     def __call__(self, *args):
         """Run piece after piece; returns what the last one returned."""
@@ -243,7 +166,7 @@ class SplitCallable:
 def difference(one, other):
     """Return the largest difference between two results, over all their tensors: 0.0 for the same numbers.
 
-    It is infinite where they differ in structure, shape, type, or in what is no number; None for results without tensors.
+    It is infinite where they differ in structure, shape, type, device, or in what is no number; None for results without tensors.
     """
     (leaves, structure), (others, other_structure) = pytree.tree_flatten(one), pytree.tree_flatten(other)
     if not any(isinstance(leaf, torch.Tensor) for leaf in (*leaves, *others)):
@@ -255,7 +178,7 @@ def _apart(a, b):
     """Return the largest difference between two leaves of results."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return 0.0 if type(a) is type(b) and a == b else float("inf")
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return float("inf")
     a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
     wide = torch.complex128 if a.is_complex() else torch.float64
@@ -340,7 +263,7 @@ def _capture(call, device, pool, generators, warmup, inputs):
             first = ValueError("the call writes into its own input, and a replay would change only the graph's copy of it: "
                                "return the new value instead, or let the call close over the tensor")
             raise first
-        if first is None and not _count(graph):
+        if first is None and not contents.count(graph):
             first = RuntimeError("the graph is empty")
         if first is None:
             graph.instantiate()

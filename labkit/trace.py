@@ -63,7 +63,7 @@ def record(fn, *, calls_before=3):
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from labkit import graphs, machine, timing
+    from labkit import contents, machine, timing
 
     machine.require_gpu("Tracing")
     if _SLOWED not in timing.disturbances:
@@ -79,7 +79,7 @@ def record(fn, *, calls_before=3):
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
         events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
-    return _trace(events, "labkit: one call", graphs.short_name)
+    return _trace(events, "labkit: one call", contents.short_name)
 
 
 def _trace(events, label, short_name):

@@ -138,7 +138,7 @@ def test_without_a_way_round_the_call_is_split_around_the_operation(tries):
     answers |= {(*one, False): WAITS, (*one, True): RIGHT}
     row = row_of(one[1], before=one[0])
     assert asked == [(*one, False), (*one, True)]
-    assert row["instead"] == "split: run it eagerly, between graphs"
+    assert row["instead"] == "split: a graph in front, the operation by hand"
     assert (row["result"], row["instead_captured"], row["instead_difference"]) == ("fails", True, 0.0)
 
 

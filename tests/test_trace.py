@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit import graphs, trace
+from labkit import contents, trace
 
 
 def event(name, cat, ts, dur, correlation=None):
@@ -22,7 +22,7 @@ EVENTS = [
 
 
 def test_kernels_come_in_order_with_their_launches():
-    found = trace._trace(EVENTS[::-1], "labkit: one call", graphs.short_name)
+    found = trace._trace(EVENTS[::-1], "labkit: one call", contents.short_name)
     assert [(k.name, k.launch_at_us, k.launch_us, k.start_us, k.gpu_us) for k in found.kernels] == [
         ("add", 0, 6, 10, 2), ("gemm", 20, 4, 30, 8), ("Memcpy", 40, 3, 45, 1)]
     assert len(found) == 3 and found.busy_us == 11 and found.span_us == 46
@@ -34,13 +34,13 @@ def test_kernels_come_in_order_with_their_launches():
 def test_one_graph_launch_stands_behind_all_of_its_kernels():
     events = [EVENTS[0], event("cudaGraphLaunch", "cuda_runtime", 1010, 7, 9)]
     events += [event(f"k{i}", "kernel", 1020 + 3 * i, 2, 9) for i in range(5)]
-    found = trace._trace(events, "labkit: one call", graphs.short_name)
+    found = trace._trace(events, "labkit: one call", contents.short_name)
     assert {(k.launch_at_us, k.launch_us) for k in found.kernels} == {(0, 7)} and len(found) == 5
 
 
 def test_a_call_without_gpu_work_is_an_error():
     with pytest.raises(RuntimeError, match="launched no work on the GPU"):
-        trace._trace(EVENTS[:2], "labkit: one call", graphs.short_name)
+        trace._trace(EVENTS[:2], "labkit: one call", contents.short_name)
 
 
 @pytest.mark.parametrize("name, short", [
@@ -50,9 +50,9 @@ def test_a_call_without_gpu_work_is_an_error():
     ("void (anonymous namespace)::softmax_warp_forward<c10::Half, float>(x*)", "softmax_warp_forward"),
     ("Memset (Device)", "Memset"), ("_Z3fooi", "_Z3fooi")])
 def test_short_names(name, short):
-    assert graphs.short_name(name) == short
+    assert contents.short_name(name) == short
 
 
 def test_a_symbol_is_written_as_in_its_source():
-    assert graphs._demangled("_ZN2at6native3addEi") in ("at::native::add(int)", "_ZN2at6native3addEi")
-    assert graphs._demangled("plain_c_name") == "plain_c_name"
+    assert contents._demangled("_ZN2at6native3addEi") in ("at::native::add(int)", "_ZN2at6native3addEi")
+    assert contents._demangled("plain_c_name") == "plain_c_name"

@@ -51,7 +51,7 @@ def grad_pools():
     """Capture a transformer whose weights ask for gradients with autograd on, off, and in inference mode: pool bytes."""
     import torch
 
-    from labkit import graphs, models, timing
+    from labkit import contents, models, timing
 
     model, x = models.build("transformer", layers=12, batch=8)
     model.requires_grad_(True)
@@ -62,7 +62,7 @@ def grad_pools():
             graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, pool=pool):
                 out = model(x)
-        rows.append({"how": how, "pool_bytes": graphs.pool_bytes(pool), "has_grad_fn": out.grad_fn is not None})
+        rows.append({"how": how, "pool_bytes": contents.pool_bytes(pool), "has_grad_fn": out.grad_fn is not None})
         replays[how] = graph.replay, out
     both = timing.compare({how: replay for how, (replay, _) in replays.items()})
     return [row | {k: v for k, v in both[row["how"]].row().items() if k.startswith(("wall_us", "samples"))} for row in rows]

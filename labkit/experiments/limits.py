@@ -1,12 +1,10 @@
 """What the five limitations forbid, and what the ways round them cost: the experiments of labs 30 and 31. Times are in µs."""
 
-import ast
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from labkit import isolate, operations
-from labkit.experiments.registry import cells, experiment
+from labkit import contents, isolate, operations
+from labkit.experiments.registry import answer_of, cells, experiment
 
 
 @experiment
@@ -50,7 +48,7 @@ def bucket_pools():
         for size in order:
             pool = made[0].pool if made and shared else None
             made.append(graphs.GraphedCallable(model, x[:, :size].contiguous(), pool=pool))
-            total = sum(map(graphs.pool_bytes, {graph.pool for graph in made}))
+            total = sum(map(contents.pool_bytes, {graph.pool for graph in made}))
             rows.append({"how": how, "size": size, "graphs": len(made), "pool_bytes": total})
         del made
         torch.cuda.empty_cache()
@@ -168,7 +166,7 @@ def _operation(one, stop=None):
     if not right and not (stop and stop.is_set()):
         asked = {"options": instead} if instead.startswith("generators=") else {"split": not instead}
         way = _attempt(before, code if "options" in asked or not instead else instead, like=code, **asked)
-        row |= {"instead": instead or "split: run it eagerly, between graphs", "instead_captured": way["captured"],
+        row |= {"instead": instead or "split: a graph in front, the operation by hand", "instead_captured": way["captured"],
                 "instead_difference": way.get("difference"), "same": "yes" if way.get("same") else "no"}
     return row
 
@@ -180,4 +178,4 @@ def _attempt(before, code, **asked):
     if result.error:
         said = result.error.strip().splitlines()
         return {"captured": False, "cold": False, "kind": result.how_it_ended, "cause": said[-1], "way_round": ""}
-    return json.loads(ast.literal_eval(result.outputs[-1]["data"]["text/plain"]))
+    return answer_of(result)

@@ -42,6 +42,11 @@ def in_child(fn, params=None):
                          f"json.dumps(inspect.unwrap(fn)(**{params or {}!r}))", timeout_s=300)
     if result.error:
         raise RuntimeError(f"{fn.__name__} failed in its own process: {result.error}")
+    return answer_of(result)
+
+
+def answer_of(result):
+    """Return what a child's last line gave: a json.dumps(...)."""
     return json.loads(ast.literal_eval(result.outputs[-1]["data"]["text/plain"]))
 
 
