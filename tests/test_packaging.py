@@ -9,6 +9,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import conftest
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -16,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import labkit
+from labkit import machine
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -105,8 +107,9 @@ def test_a_wheel_carries_every_room_recording_and_list(tmp_path):
     assert len(wanted) > 10 and wanted <= inside, wanted - inside
 
 
-@pytest.mark.parametrize("target, command", [(name, f"-m labkit {name}") for name in
-                                             ("lab", "doctor", "run", "record", "build")] + [("test", "-m pytest")])
+@pytest.mark.parametrize("target, command", [
+    *((name, f"-m labkit {name}") for name in ("lab", "doctor", "run", "record", "build")),
+    ("test", "-m pytest -n 2 --dist loadfile --no-loadscope-reorder")])
 def test_make_passes_arguments_on(target, command):
     told = subprocess.run(["make", "-n", target, "ARGS=--some"], cwd=ROOT, capture_output=True, text=True).stdout
     assert re.search(rf"\.venv/bin/python {command} --some$", told, re.MULTILINE), told
@@ -116,3 +119,12 @@ def test_make_passes_arguments_on(target, command):
 def test_ci_runs_make_test_and_the_citation_names_this_version():
     assert lines(".ci/run")[-2:] == ["export LABKIT_BROWSER=required", "make test"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == labkit.__version__
+
+
+def test_gpu_tests_stay_out_of_make_test(monkeypatch):
+    """They measure time, so none runs beside another."""
+    monkeypatch.setattr(machine, "mode", lambda: machine.Mode(True, "pretended"))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    assert conftest.no_gpu_tests() == "measures time and must run alone: .venv/bin/python -m pytest -m gpu"
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    assert conftest.no_gpu_tests() is None
