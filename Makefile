@@ -1,5 +1,5 @@
-# make lab          set everything up in .venv and open JupyterLab on the first lab
-# make test         everything that needs no GPU
+# make lab          set everything up in .venv and open JupyterLab on the first lab; ARGS=--app: the explorer alone
+# make test         everything that needs no GPU, in two processes (tests on the GPU: see CONTRIBUTING.md)
 # make doctor | run | record | build      the other commands of labkit
 # ARGS="..." goes on to the command: make lab ARGS=--no-browser, make run ARGS=10
 # PYTHON=... names the Python to start from (3.11 or newer)
@@ -18,4 +18,4 @@ lab doctor run record build: install
 
 test:
 	@$(PYTHON) -m labkit.install --extra test
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

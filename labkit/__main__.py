@@ -53,19 +53,29 @@ def notebooks_folder():
 
 
 def lab(args):
-    """Become JupyterLab at the first lab, on localhost with a token; what follows `lab` goes on to Jupyter."""
-    if not importlib.util.find_spec("jupyterlab"):
-        raise ModuleNotFoundError(name="jupyterlab")
-    folder = notebooks_folder()
-    checks = machine.doctor()
-    print_checks([check for check in checks if check.name == "mode" or check.status != "ok"])
-    first = min(path.name for path in folder.glob("*.ipynb"))
-    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--ServerApp.root_dir={folder.parent}",
-               f"--LabApp.default_url=/lab/tree/notebooks/{first}", *args.jupyter]  # a busy port: it takes the next
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.append("--allow-root")
+    """Become JupyterLab at the first lab, on localhost with a token; what follows `lab` goes on to Jupyter (or Voila)."""
+    server = "voila" if args.app else "jupyterlab"
+    if not importlib.util.find_spec(server):
+        raise ModuleNotFoundError(name=server)
+    command = [sys.executable, "-m", *(voila_command() if args.app else jupyterlab_command()), *args.jupyter]
+    print_checks([check for check in machine.doctor() if check.name == "mode" or check.status != "ok"])
     sys.stdout.flush()
     os.execv(sys.executable, command)
+
+
+def jupyterlab_command():
+    """Return the arguments of Python that start JupyterLab at the first lab; where its port is busy, it takes the next."""
+    folder = notebooks_folder()
+    first = min(path.name for path in folder.glob("*.ipynb"))
+    root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    return ["jupyterlab", "--ip=127.0.0.1", f"--ServerApp.root_dir={folder.parent}",
+            f"--LabApp.default_url=/lab/tree/notebooks/{first}", *root]
+
+
+def voila_command():
+    """Return the arguments of Python that start Voila with the explorer; where its port is busy, it takes another."""
+    page = Path(labkit.__file__).with_name("explorers") / "app.ipynb"
+    return ["labkit.explorers.app", str(page), "--Voila.ip=127.0.0.1", "--token"]
 
 
 def find_labs(names, folder):
@@ -202,6 +212,7 @@ def parser():
            for fn in (doctor, lab, run, diagnose, record, build)}
     for fn, command in add.items():
         command.set_defaults(fn=fn)
+    add[lab].add_argument("--app", action="store_true", help="serve the explorer alone, for a projector (Voila)")
     add[doctor].add_argument("--json", action="store_true", help="print the checks as JSON")
     add[run].add_argument("labs", nargs="*", metavar="LAB", help="a lab's name or number; none: all")
     add[run].add_argument("--solutions", action="store_true", help="run the solutions, not the learner's copies")

@@ -1,17 +1,30 @@
-"""What all tests share: GPU tests say why they are skipped, and no test sees another's idea of the machine."""
+"""What all tests share: which run first, why GPU tests are skipped, and that no test sees another's idea of the machine."""
+
+import os
 
 import pytest
 
 from labkit import machine
 
+FIRST = ("test_browser", "test_notebooks")  # they take longest: the other process works through the rest meanwhile
 
-def pytest_collection_modifyitems(items):
+
+def no_gpu_tests():
+    """Return why GPU tests cannot run here, or None."""
     here = machine.mode()
     if not here.live:
-        why = pytest.mark.skip(reason=f"needs an NVIDIA GPU: {here.reason}")
+        return f"needs an NVIDIA GPU: {here.reason}"
+    if "PYTEST_XDIST_WORKER" in os.environ:  # pytest -n, as in make test
+        return "measures time and must run alone: .venv/bin/python -m pytest -m gpu"
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in FIRST)
+    if why := no_gpu_tests():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(why)
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture

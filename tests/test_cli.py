@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from labkit import __main__ as cli
 from labkit import examine, machine
+from labkit.explorers import app
 
 
 @pytest.fixture
@@ -145,6 +147,33 @@ def test_lab_without_jupyterlab_says_how_to_get_it(labs, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["lab"]) == 1
     assert "jupyterlab is not installed: `make lab` with a network installs it" in capsys.readouterr().err
+
+
+def test_the_app_is_on_localhost_with_a_token_and_needs_no_clone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, _ = lab_command(monkeypatch, "--app", "--no-browser", "--port=9000")
+    assert command[1:3] == ["-m", "labkit.explorers.app"] and command[-2:] == ["--no-browser", "--port=9000"]
+    assert "--Voila.ip=127.0.0.1" in command and "--token" in command and "--app" not in command
+    [page] = [part for part in command if part.endswith(".ipynb")]
+    assert nbformat.read(page, as_version=4).cells
+
+
+def test_the_app_gives_its_browser_the_token_and_nobody_else(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(app.webbrowser, "open", opened.append)
+    monkeypatch.setattr(app, "Thread", lambda target, args, daemon: SimpleNamespace(start=lambda: target(*args)))
+    voila = app.App(connection_dir=str(tmp_path), ip="127.0.0.1", port=9000)
+    voila.identity_provider = SimpleNamespace(token="secret", token_generated=True)
+    voila.launch_browser()
+    page = tmp_path / "open.html"
+    assert opened == [page.as_uri()] and "url=http://127.0.0.1:9000/?token=secret" in page.read_text()
+    assert page.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_app_without_voila_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["lab", "--app"]) == 1
+    assert "voila is not installed: `make lab` with a network installs it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status, code", [("ok", 0), ("warning", 0), ("problem", 1)])

@@ -15,6 +15,15 @@ import pytest
 from labkit import isolate, machine
 
 
+@pytest.fixture(scope="module", autouse=True)
+def helpers_end():
+    """End the helpers after the last test here, and close the file that each of them wrote to."""
+    yield
+    isolate._let_go()
+    for helper in isolate._helpers:
+        helper.told.close()
+
+
 @pytest.fixture(autouse=True)
 def helper(monkeypatch):
     """Let isolated code run on the CPU, with a helper that is already there."""
@@ -43,10 +52,9 @@ def test_prints_of_all_kinds_and_the_last_expression_come_back():
 
 
 def test_torch_is_there_at_once_also_three_times_in_a_row():
-    for _ in range(3):
-        start = time.monotonic()
-        assert isolate.run("import torch\nprint(torch.ones(2).sum().item())").stdout == "2.0\n"
-        assert time.monotonic() - start < 1
+    source = "import os, sys\nprint('torch' in sys.modules, os.getppid())\nimport torch\ntorch.ones(2).sum().item()"
+    told = {(run.stdout, run.outputs[0]["data"]["text/plain"]) for run in (isolate.run(source) for _ in range(3))}
+    assert told == {(f"True {isolate._helpers[0].pid}\n", "2.0")}
 
 
 def test_every_run_is_a_process_of_its_own_with_names_of_its_own():
@@ -104,7 +112,7 @@ def test_however_it_ends_what_was_printed_stays(source, ended):
 def test_an_endless_loop_meets_the_time_limit():
     result = isolate.run("print('in'); x = 0\nwhile True: x += 1", timeout_s=0.4)
     assert (result.stdout, result.how_it_ended) == ("in\n", "timed out after 0.4 s")
-    assert 0.4 <= result.seconds < 2 and "timed out" in result.error
+    assert 0.4 <= result.seconds < 5 and "timed out" in result.error
     assert isolate.run("1").error is None
 
 
@@ -122,13 +130,17 @@ def test_what_isolated_code_starts_ends_with_it():
 
 
 def test_ctrl_c_ends_the_child_and_is_raised_here(tmp_path):
-    told = tmp_path / "pid"
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    told, helper = tmp_path / "pid", isolate._helpers[0]
+
+    def interrupt():
+        while not (told.exists() and told.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         isolate.run(f"import os\nopen({str(told)!r}, 'w').write(str(os.getpid()))\nwhile True: pass")
     assert gone(int(told.read_text()))
-    start = time.monotonic()
-    assert isolate.run("1").error is None and time.monotonic() - start < 1
+    assert isolate.run("1").error is None and isolate._helpers[0] is helper and helper.poll() is None
 
 
 def test_a_helper_that_died_is_started_again():

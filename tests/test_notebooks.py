@@ -1,13 +1,13 @@
 """The labs themselves: they run to the end in recorded mode, say what they stored, and follow the rules for cells."""
 
 import copy
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -46,34 +46,23 @@ def answers(cells):
     return [answer for line in lines for answer in ANSWERS if line.startswith(answer)]
 
 
-def nbval(paths, *options, **environment):
-    """Start nbval on notebooks, comparing the cells that are tagged for it; returns the process."""
+def nbval(paths, *options, timeout_s, **environment):
+    """Run nbval on notebooks, comparing the cells that are tagged for it; returns (exit status, what it printed)."""
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ROOT, "-p", "no:cacheprovider", "-q",
                "--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=300", *options, *paths]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, "PYTHONPATH": paths, **environment})
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
+                          env={**os.environ, "PYTHONPATH": paths, **environment})
+    return done.returncode, done.stdout
 
 
 @pytest.fixture(scope="module")
-def stored_outputs():
-    """nbval over all solutions, begun at once so that it runs beside the other tests."""
-    assert SOLUTIONS, "no labs"
-    process = nbval(SOLUTIONS, LABKIT_MODE="recorded")
-    yield process
-    process.kill()
-    process.wait()
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, stored_outputs):
+def run(tmp_path_factory):
     """Return a function that gives a notebook as it ran in recorded mode, where there is no torch, as on Binder."""
     no_torch = tmp_path_factory.mktemp("no_torch")
     (no_torch / "torch.py").write_text("raise ImportError('recorded labs do without torch')")
     how = {"LABKIT_MODE": "recorded", "PYTHONPATH": os.pathsep.join(map(str, (no_torch, ROOT)))}
-    with ThreadPoolExecutor(2) as pool:  # all are begun at once, two at a time
-        done = {path: pool.submit(build.execute, path, **how) for path in (*SOLUTIONS, *LEARNERS)}
-        yield lambda path: done[path].result()
+    return functools.cache(lambda path: build.execute(path, **how))
 
 
 def test_there_are_labs_each_with_a_learners_copy():
@@ -164,14 +153,14 @@ def changed(path, folder):
 
 def test_nbval_sees_one_changed_output(tmp_path):
     assert SOLUTIONS, "no labs"
-    process = nbval([changed(SOLUTIONS[0], tmp_path)], LABKIT_MODE="recorded")
-    told, _ = process.communicate(timeout=150)
-    assert process.returncode == 1 and re.search(r"^1 failed", told, re.MULTILINE) and "Cell outputs differ" in told, told
+    status, told = nbval([changed(SOLUTIONS[0], tmp_path)], timeout_s=150, LABKIT_MODE="recorded")
+    assert status == 1 and re.search(r"^1 failed", told, re.MULTILINE) and "Cell outputs differ" in told, told
 
 
-def test_nbval_finds_the_stored_outputs(stored_outputs):
-    told, _ = stored_outputs.communicate(timeout=170)
-    assert stored_outputs.returncode == 0, told
+def test_nbval_finds_the_stored_outputs():
+    assert SOLUTIONS, "no labs"
+    status, told = nbval(SOLUTIONS, timeout_s=170, LABKIT_MODE="recorded")
+    assert status == 0, told
     cells = sum(bool(cell.source.strip()) for path in SOLUTIONS for cell in code(read(path)))
     assert f"{cells} passed" in told, told
 
@@ -197,6 +186,5 @@ def test_live_the_solutions_say_what_they_stored(tmp_path):
             cell.outputs = [o for o in cell.outputs if o.get("metadata", {}).get("labkit") != "label"]
         nbformat.write(notebook, tmp_path / path.name)
     sanitise = f"--nbval-sanitize-with={ROOT / 'tests' / 'sanitize.cfg'}"
-    process = nbval(sorted(tmp_path.glob("*.ipynb")), sanitise, LABKIT_MODE="")
-    told, _ = process.communicate(timeout=1500)
-    assert process.returncode == 0, told
+    status, told = nbval(sorted(tmp_path.glob("*.ipynb")), sanitise, timeout_s=1500, LABKIT_MODE="")
+    assert status == 0, told

@@ -9,6 +9,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import conftest
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -16,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import labkit
+from labkit import machine
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -75,7 +77,7 @@ def test_conda_installs_the_project_under_the_same_pins():
 def test_binder_asks_for_what_recorded_labs_need_under_the_same_pins():
     constraint, *names = lines("binder/requirements.txt")
     assert constraint == "-c ../constraints.txt"
-    without_gpu = DIRECT.keys() - {"torch", "transformers", "nbval", "nvidia-ml-py", "cuda-bindings", "cloudpickle"}
+    without_gpu = DIRECT.keys() - {"torch", "transformers", "nbval", "nvidia-ml-py", "cuda-bindings", "cloudpickle", "voila"}
     assert set(names) == without_gpu | {"notebook"} and PINS.keys() >= set(names)
     assert lines("binder/runtime.txt")[0].removeprefix("python-") in SpecifierSet(PROJECT["requires-python"])
 
@@ -100,13 +102,14 @@ def test_a_wheel_carries_every_room_recording_and_list(tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path]
     subprocess.run([*pip, source], check=True)
     inside = set(zipfile.ZipFile(next(tmp_path.glob(f"labkit-{labkit.__version__}-*.whl"))).namelist())
-    files = [file for ending in ("py", "json", "csv") for file in (source / "labkit").rglob(f"*.{ending}")]
+    files = [file for ending in ("py", "json", "csv", "ipynb") for file in (source / "labkit").rglob(f"*.{ending}")]
     wanted = {str(file.relative_to(source)) for file in files}
     assert len(wanted) > 10 and wanted <= inside, wanted - inside
 
 
-@pytest.mark.parametrize("target, command", [(name, f"-m labkit {name}") for name in
-                                             ("lab", "doctor", "run", "record", "build")] + [("test", "-m pytest")])
+@pytest.mark.parametrize("target, command", [
+    *((name, f"-m labkit {name}") for name in ("lab", "doctor", "run", "record", "build")),
+    ("test", "-m pytest -n 2 --dist loadfile --no-loadscope-reorder")])
 def test_make_passes_arguments_on(target, command):
     told = subprocess.run(["make", "-n", target, "ARGS=--some"], cwd=ROOT, capture_output=True, text=True).stdout
     assert re.search(rf"\.venv/bin/python {command} --some$", told, re.MULTILINE), told
@@ -114,5 +117,14 @@ def test_make_passes_arguments_on(target, command):
 
 
 def test_ci_runs_make_test_and_the_citation_names_this_version():
-    assert lines(".ci/run")[-1] == "make test"
+    assert lines(".ci/run")[-2:] == ["export LABKIT_BROWSER=required", "make test"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == labkit.__version__
+
+
+def test_gpu_tests_stay_out_of_make_test(monkeypatch):
+    """They measure time, so none runs beside another."""
+    monkeypatch.setattr(machine, "mode", lambda: machine.Mode(True, "pretended"))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    assert conftest.no_gpu_tests() == "measures time and must run alone: .venv/bin/python -m pytest -m gpu"
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    assert conftest.no_gpu_tests() is None

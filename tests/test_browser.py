@@ -1,0 +1,93 @@
+"""The labs and the app in a real browser: cells run, widgets answer, nothing fails, nothing is asked of other hosts."""
+
+import re
+import shutil
+
+import browser
+import pytest
+
+from labkit import build
+
+LABS = {number: path.stem for number in (10, 31, 40) for path in build.NOTEBOOKS.glob(f"{number}_*.ipynb")}
+
+
+@pytest.fixture(scope="module")
+def tabs(tmp_path_factory):
+    """JupyterLab over a copy of the labs, and Voila with the app: two tabs, opened at once, in recorded mode."""
+    browser.need()
+    labs, app = tmp_path_factory.mktemp("labs"), tmp_path_factory.mktemp("app")
+    shutil.copytree(build.NOTEBOOKS, labs / "notebooks", ignore=shutil.ignore_patterns("solutions"))
+    with (browser.served(labs, "--LabApp.expose_app_in_browser=True") as jupyterlab, browser.served(app, "--app") as voila,
+          browser.browser() as context):
+        empty = re.sub("/lab/tree/[^?]+", "/lab", jupyterlab())  # the address without the first lab, which is not tested here
+        yield {"labs": browser.Tab(context, empty), "app": browser.Tab(context, voila())}
+
+
+def test_without_a_browser_tests_are_skipped_unless_they_are_required(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("LABKIT_BROWSER", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="browser tests were skipped: there is no chromium here"):
+        browser.need()
+    monkeypatch.setenv("LABKIT_BROWSER", "required")
+    with pytest.raises(pytest.fail.Exception, match="LABKIT_BROWSER=required, but there is no chromium here"):
+        browser.need()
+
+
+def change(locator, move):
+    """Make a move, and wait until what stands there is another text."""
+    from playwright.sync_api import expect
+    before = locator.inner_text()
+    move()
+    expect(locator).not_to_have_text(before, use_inner_text=True)
+
+
+def moves_by_keyboard_and_mouse(lab):
+    """Move the sliders of the idle explorer, and wait each time for what it says."""
+    said = lab.locator(".labkit-idle p")
+    change(said, lambda: browser.press(lab, "labkit-batch", "ArrowRight"))
+    change(said, lambda: browser.press(lab, "labkit-layers", "ArrowLeft"))
+    change(said, lambda: browser.drag(lab, "labkit-width", to=1.0))
+    change(said, lambda: browser.drag(lab, "labkit-batch", to=0.0))
+
+
+def test_the_idle_explorer_of_lab_10_follows_keyboard_and_mouse(tabs):
+    with tabs["labs"].lab(LABS[10]) as lab:
+        moves_by_keyboard_and_mouse(lab)
+
+
+def test_the_search_of_lab_31_follows_what_is_typed(tabs):
+    from playwright.sync_api import expect
+    with tabs["labs"].lab(LABS[31]) as lab:
+        rows, field = lab.locator(".labkit-found tbody tr"), lab.locator(".labkit-search input")
+        rows.first.wait_for()  # cells can have run before their widgets are drawn
+        everything = rows.count()
+        field.press_sequentially("linalg fails")
+        for word in ("linalg", "fails"):  # each letter is an answer of its own: wait for the last
+            expect(rows.filter(has_not_text=word)).to_have_count(0)
+        assert 0 < rows.count() < everything
+
+
+@pytest.mark.skipif(40 not in LABS, reason="there is no notebooks/40_*.ipynb yet")
+def test_the_explorer_of_lab_40_measures_and_stops(tabs):
+    from playwright.sync_api import expect
+    with tabs["labs"].lab(LABS[40]) as lab:
+        measure, stop, status = (lab.locator(f".labkit-{name}") for name in ("measure", "stop", "status"))
+        change(lab.locator(".labkit-summary"), lambda: browser.press(lab, "labkit-batch", "ArrowRight"))
+        chart = lab.locator(".labkit-chart img, img.labkit-chart").first
+        before = chart.get_attribute("src")
+        change(status, measure.click)
+        change(status, stop.click)
+        expect(chart).not_to_have_attribute("src", before)
+        measure.dblclick()
+        change(status, stop.click)
+        expect(measure).to_be_enabled()  # one Stop ends it all: the second press began nothing
+        ended = status.inner_text()
+        lab.page.wait_for_timeout(1000)
+        assert status.inner_text() == ended
+
+
+def test_the_app_follows_keyboard_and_mouse(tabs):
+    with tabs["app"].watched("app") as app:
+        app.locator(".labkit-idle p").wait_for()
+        assert app.page.title() == "CUDA Graphs Lab" and "experiments." not in app.inner_text()
+        moves_by_keyboard_and_mouse(app)
