@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-IN_TWO = -n 2 --dist loadfile --no-loadscope-reorder
+IN_TWO = --numprocesses=2 --dist loadfile --no-loadscope-reorder
 LABKIT = .venv/bin/python -m labkit
 
 .PHONY: lab test doctor run record build install
@@ -19,4 +19,4 @@ lab doctor run record build: install
 
 test:
 	@$(PYTHON) -m labkit.install --extra test
-	@.venv/bin/python -m pytest `.venv/bin/python -c "import xdist" 2>&- && echo $(IN_TWO)` $(ARGS)
+	@.venv/bin/python -m pytest `.venv/bin/python -c "import xdist" 2>/dev/null && echo $(IN_TWO)` $(ARGS)

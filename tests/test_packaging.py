@@ -109,7 +109,7 @@ def test_a_wheel_carries_every_room_recording_and_list(tmp_path):
 
 @pytest.mark.parametrize("target, command", [
     *((name, f"-m labkit {name}") for name in ("lab", "doctor", "run", "record", "build")),
-    ("test", "-m pytest -n 2 --dist loadfile --no-loadscope-reorder")])
+    ("test", '-m pytest `.*import xdist.* && echo --numprocesses=2 --dist loadfile --no-loadscope-reorder`')])
 def test_make_passes_arguments_on(target, command):
     told = subprocess.run(["make", "-n", target, "ARGS=--some"], cwd=ROOT, capture_output=True, text=True).stdout
     assert re.search(rf"\.venv/bin/python {command} --some$", told, re.MULTILINE), told
