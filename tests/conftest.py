@@ -1,11 +1,14 @@
 """What all tests share: which run first, why GPU tests are skipped, and that no test sees another's idea of the machine."""
 
 import os
+import signal
 
 import pytest
 
 from labkit import machine
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started us in the background: tests press Ctrl-C all the same
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 FIRST = ("test_browser", "test_notebooks")  # they take longest: the other process works through the rest meanwhile
 
 
