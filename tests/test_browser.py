@@ -73,14 +73,17 @@ def test_the_explorer_of_lab_40_measures_and_stops(tabs):
     with tabs["labs"].lab(LABS[40]) as lab:
         measure, stop, status = (lab.locator(f".labkit-{name}") for name in ("measure", "stop", "status"))
         change(lab.locator(".labkit-summary"), lambda: browser.press(lab, "labkit-batch", "ArrowRight"))
+        change(lab.locator(".labkit-summary"), lambda: browser.drag(lab, "labkit-width", to=1.0))
         chart = lab.locator(".labkit-chart img, img.labkit-chart").first
         before = chart.get_attribute("src")
         change(status, measure.click)
-        change(status, stop.click)
+        stop.click()
+        expect(status).to_contain_text("Stopped after")
         expect(chart).not_to_have_attribute("src", before)
         measure.dblclick()
-        change(status, stop.click)
-        expect(measure).to_be_enabled()  # one Stop ends it all: the second press began nothing
+        expect(status).to_contain_text("played back")
+        stop.click()  # one Stop ends it all: the second press began nothing
+        expect(status).to_contain_text("Stopped after")
         ended = status.inner_text()
         lab.page.wait_for_timeout(1000)
         assert status.inner_text() == ended

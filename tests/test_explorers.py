@@ -54,9 +54,9 @@ def test_a_slider_moves_the_words_and_the_bars_at_once():
     model = IdleModel(sweep())
     *sliders, said = idle_view.view(model).children
     before = said.value
-    started = time.process_time()
+    started = time.perf_counter()
     sliders[2].value = 4
-    assert time.process_time() - started < 0.1
+    assert time.perf_counter() - started < 0.1
     assert model.batch == 4 and said.value != before and model.summary in said.value and LABEL in said.value
     model.layers = 2
     assert sliders[0].value == 2

@@ -294,19 +294,18 @@ def test_errors_before_the_capture_are_the_calls_own(x):
 # ---- the clock
 
 AGREE = """
-import torch
-from labkit import timing
-large, small = (torch.randn(n, n, device="cuda", dtype=torch.float16) for n in (4096, 2048))
-r = timing.compare({"large": lambda: large @ large, "small": lambda: small @ small}, budget_s=4).ratio("large", "small")
+from labkit import models, timing
+from labkit.experiments.registry import as_pair
+pair, _ = as_pair(*models.build("mlp"))
+r = timing.compare(pair, budget_s=8, target=0).ratio("eager", "graph")
 print(r.low, r.high)
 """
 
 
-def test_a_ratio_that_the_gpu_decides_agrees_between_two_processes():
-    # Where the CPU decides, two processes differ by more than their intervals: experiments.repeatability shows how far.
+def test_a_speedup_agrees_between_two_processes():
     runs = [subprocess.run([sys.executable, "-c", AGREE], capture_output=True, text=True, check=True) for _ in range(2)]
     (low, high), (other_low, other_high) = (map(float, run.stdout.split()) for run in runs)
-    assert low <= 1.01 * other_high and other_low <= 1.01 * high, f"[{low}, {high}] and [{other_low}, {other_high}] differ"
+    assert low <= other_high and other_low <= high, f"[{low}, {high}] and [{other_low}, {other_high}] do not meet"
 
 
 def test_the_three_clocks_tell_apart_what_they_should():

@@ -53,7 +53,12 @@ def test_prints_of_all_kinds_and_the_last_expression_come_back():
 
 def test_torch_is_there_at_once_also_three_times_in_a_row():
     source = "import os, sys\nprint('torch' in sys.modules, os.getppid())\nimport torch\ntorch.ones(2).sum().item()"
-    told = {(run.stdout, run.outputs[0]["data"]["text/plain"]) for run in (isolate.run(source) for _ in range(3))}
+    told = set()
+    for _ in range(3):
+        start = time.monotonic()
+        run = isolate.run(source)
+        assert time.monotonic() - start < 1
+        told.add((run.stdout, run.outputs[0]["data"]["text/plain"]))
     assert told == {(f"True {isolate._helpers[0].pid}\n", "2.0")}
 
 
@@ -112,7 +117,7 @@ def test_however_it_ends_what_was_printed_stays(source, ended):
 def test_an_endless_loop_meets_the_time_limit():
     result = isolate.run("print('in'); x = 0\nwhile True: x += 1", timeout_s=0.4)
     assert (result.stdout, result.how_it_ended) == ("in\n", "timed out after 0.4 s")
-    assert 0.4 <= result.seconds < 5 and "timed out" in result.error
+    assert 0.4 <= result.seconds < 2 and "timed out" in result.error
     assert isolate.run("1").error is None
 
 
@@ -140,7 +145,9 @@ def test_ctrl_c_ends_the_child_and_is_raised_here(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         isolate.run(f"import os\nopen({str(told)!r}, 'w').write(str(os.getpid()))\nwhile True: pass")
     assert gone(int(told.read_text()))
-    assert isolate.run("1").error is None and isolate._helpers[0] is helper and helper.poll() is None
+    start = time.monotonic()
+    assert isolate.run("1").error is None and time.monotonic() - start < 1
+    assert isolate._helpers[0] is helper and helper.poll() is None
 
 
 def test_a_helper_that_died_is_started_again():
