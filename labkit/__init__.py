@@ -7,7 +7,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_ROOMS = ("machine", "timing", "explain", "watch", "contents", "graphs", "buckets", "models", "trace", "isolate", "operations",
+_ROOMS = ("machine", "timing", "explain", "watch", "contents", "graphs", "buckets", "models", "decode", "trace", "launch_model", "isolate", "operations",
           "examine", "experiments", "recordings",
           "record", "claims", "charts", "notebook", "check", "build")
 _NAMES = {"banner": "notebook", "GraphedCallable": "graphs", "CaptureError": "graphs", "ReplayError": "graphs",

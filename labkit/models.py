@@ -58,11 +58,8 @@ def build(kind, *, layers=24, width=1024, batch=1, tokens=128, dtype=torch.float
         raise ValueError(f"layers, width, batch and tokens must be 1 or more, not {layers}, {width}, {batch}, {tokens}")
     machine.require_gpu(f"Building a {kind}")
     shape = (batch, width) if kind == "mlp" else (batch, tokens, width)
-    need, free = needed_bytes(kind, layers, width, shape, dtype), machine.free_bytes()
-    if need > free:
-        raise TooLarge(f"a {kind} of {layers} layers, width {width}, batch {batch} in {dtype} needs about "
-                       f"{need / 2**30:.1f} GiB; {free / 2**30:.1f} GiB of this GPU are free. "
-                       "Choose fewer layers, a smaller width or batch, or free memory (restart other kernels).")
+    require_room(f"a {kind} of {layers} layers, width {width}, batch {batch} in {dtype}",
+                 needed_bytes(kind, layers, width, shape, dtype))
     default = torch.get_default_dtype()
     with torch.device("cuda"), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
         torch.manual_seed(0)
@@ -79,3 +76,42 @@ def needed_bytes(kind, layers, width, shape, dtype):
         weights = sum(p.numel() for p in KINDS[kind](layers, width).parameters())
     activations = 16 * torch.Size(shape).numel() * dtype.itemsize  # the widest moment of a block, with room to spare
     return weights * dtype.itemsize + activations
+
+
+def language_model(kind, *, layers, width, dtype=torch.float16):
+    """Build a causal LM on the GPU, in eval mode, with random weights: "gpt2", or "llama" in the proportions of Llama 3.
+
+    Raises ValueError for an unknown kind or a width that heads of 64 do not fill, NoGPU, TooLarge if it would not fit.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _language_config(kind, layers, width)
+    machine.require_gpu(f"Building a {kind}")
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    require_room(f"a {kind} of {layers} layers, width {width:,} in {dtype}", weights * dtype.itemsize)
+    with torch.device("cuda"), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+
+
+def _language_config(kind, layers, width):
+    from transformers import GPT2Config, LlamaConfig
+
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"no language model is called {kind!r}; there are: gpt2, llama")
+    if layers < 1 or width < 64 or width % 64:
+        raise ValueError(f"a {kind} has 1 layer or more and a width of 64, 128, 192, ..., not {layers} and {width}")
+    heads = width // (128 if width >= 4096 else 64)
+    if kind == "gpt2":
+        return GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64)
+    return LlamaConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=-(-heads // 4),
+                       intermediate_size=width * 7 // 2 if width >= 4096 else width * 4, vocab_size=128_256,
+                       max_position_embeddings=131_072)
+
+
+def require_room(what, needed):
+    """Raise TooLarge if `what` needs more bytes of GPU memory than are free."""
+    if needed > (free := machine.free_bytes()):
+        raise TooLarge(f"{what} needs about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB of this GPU are free. "
+                       "Choose fewer layers, a smaller width or batch, or free memory (restart other kernels).")

@@ -1,0 +1,216 @@
+"""How time depends on batch size, and what it must depend on: the experiments of lab 40. Times are in µs (timing.METHOD)."""
+
+from labkit.experiments.registry import apart, as_pair, cells, experiment, in_child, walls
+
+PRECISIONS, BATCHES = ("float32", "float16", "bfloat16"), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CHAINS = (6, 40, 160)  # links of three kernels each
+INPUTS, TRACE = ("model", "layers", "width", "length", "precision"), ("launch_at_us", "launch_us", "start_us", "gpu_us")
+
+
+@experiment
+def sweep_mlp():
+    """Sweep the batch of linear layers: 24 of width 1,024, and 6 of width 2,048, which have as many weights."""
+    return _sweep("mlp", [(24, 1024, 1), (6, 2048, 1)])
+
+
+@experiment
+def sweep_transformer():
+    """Sweep the batch of transformer blocks, 64 tokens: 24 of width 512, and 6 of width 1,024, which have as many weights."""
+    return _sweep("transformer", [(24, 512, 64), (6, 1024, 64)])
+
+
+@experiment
+def sweep_gpt2():
+    """Sweep the batch of a decode step of GPT-2 small, 128 and 1,024 tokens of context."""
+    return _sweep("gpt2", [(12, 768, 128), (12, 768, 1024)])
+
+
+@experiment
+def sweep_llama():
+    """Sweep the batch of a decode step in the shape of Llama 3, with 1.5 and 8 billion weights, 128 tokens of context."""
+    return _sweep("llama", [(16, 2048, 128), (32, 4096, 128)])
+
+
+def _sweep(model, curves):
+    """Return the rows of all batches of all (layers, width, length), in three precisions, with their traces."""
+    from tqdm import tqdm
+
+    bar = tqdm(curves, desc=f"measuring {model}", unit="curve", leave=False)
+    return _traced([row for layers, width, length in bar for precision in PRECISIONS
+                    for row in _measured(BATCHES, model=model, layers=layers, width=width, length=length, precision=precision)])
+
+
+def sweep_points(model, layers, width, length, precision, batches=BATCHES):
+    """Measure a step, eager and as a graph, at one batch after the other: yields a row as soon as it is measured.
+
+    Then a child process profiles them all, and each measured row comes again with its traces. A batch that does not fit has
+    its reason in `skipped`. length: tokens of a transformer step, context of a decode step (gpt2, llama). Raises ValueError
+    for an unknown model, size or precision, NoGPU without a GPU.
+    """
+    rows = []
+    for row in _measured(batches, model=model, layers=layers, width=width, length=length, precision=precision):
+        rows.append(row)
+        yield row
+    yield from _traced(row for row in rows if not row["skipped"])
+
+
+def _measured(batches, **curve):
+    """Yield the row of each batch of a curve, as soon as it is measured; traces are still missing."""
+    steps = _steps(**curve)
+    for batch in batches:
+        yield curve | {"batch": batch, "skipped": ""} | _measured_point(steps, batch, curve["length"])
+
+
+def _traced(rows):
+    """Return rows with the traces of those that were measured, from one child process."""
+    import torch
+
+    rows, kept = list(rows), (*INPUTS, "batch")
+    torch.cuda.empty_cache()
+    points = [{name: row[name] for name in kept} for row in rows if not row["skipped"]]
+    found = iter(in_child(_traces, {"points": points}) if points else ())
+    return [row if row["skipped"] else row | next(found) for row in rows]
+
+
+def _steps(model, layers, width, length, precision):
+    """Return a function that makes the step of a batch: its callable and one input."""
+    import torch
+
+    from labkit import decode, models
+
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}")
+    dtype = getattr(torch, precision)
+    if model in models.KINDS:
+        return lambda batch: models.build(model, layers=layers, width=width, batch=batch, tokens=length, dtype=dtype)
+    whole = []  # built with the first step, so that what does not fit is said of the steps
+
+    def step_at(batch):
+        if not whole:
+            whole.append(models.language_model(model, layers=layers, width=width, dtype=dtype))
+        return decode.decode_step(whole[0], batch, length)
+
+    return step_at
+
+
+def _measured_point(steps, batch, length):
+    """Return the numbers of one row, or why there are none in `skipped`."""
+    import torch
+
+    from labkit import graphs, models, timing
+
+    torch.cuda.empty_cache()
+    try:
+        call, x = steps(batch)
+        pair, graph = as_pair(call, x)
+        with torch.inference_mode():
+            both = timing.compare(pair, budget_s=0.4)
+    except (models.TooLarge, torch.OutOfMemoryError, graphs.CaptureError) as error:
+        first = error.__cause__ or error
+        if not isinstance(first, (models.TooLarge, torch.OutOfMemoryError)):
+            raise
+        return {"skipped": str(first).partition(". ")[0]}
+    eager, graphed = both["eager"], both["graph"]
+    return {"kernels": len(graph.kernel_names), **cells("eager_wall_us", eager.wall_us), **cells("graph_wall_us", graphed.wall_us),
+            **cells("eager_enqueue_us", eager.enqueue_us), **cells("graph_enqueue_us", graphed.enqueue_us),
+            **cells("gpu_us", graphed.gpu_us), **cells("speedup", both.ratio("eager", "graph")), **_work(call, x, length),
+            "rounds": eager.rounds, "stopped_by": eager.stopped_by, "samples": walls(both),
+            **{f"{how}_{part}": None for how in pair for part in TRACE}}
+
+
+def _work(call, x, length):
+    """Return the bytes a step must move at least (weights, cache, input, output) and the FLOPs of its matrix products."""
+    weights = {id(m.weight): m.weight for m in call.modules() if type(m).__name__ in ("Linear", "Conv1D")}.values()
+    numbers, each = sum(w.numel() for w in weights), next(iter(weights)).itemsize
+    tokens, moved, products = x.shape[:-1].numel(), 2 * x.nbytes, numbers
+    if layers := getattr(getattr(call, "cache", None), "layers", None):  # a decode step: one token attends to all of the cache
+        moved = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        products += 2 * len(layers) * length * call.model.config.hidden_size
+    elif x.ndim == 3:
+        products += 2 * len(call) * length * x.shape[-1]
+    return {"bytes": numbers * each + moved, "flops": 2 * tokens * products}
+
+
+def _traces(points):
+    """Profile the step of each point, eager and as a graph; returns one dict of lists (µs, a number a kernel) each."""
+    import torch
+
+    from labkit import trace
+
+    curve, found = None, []
+    for point in points:
+        if curve != (curve := {name: point[name] for name in INPUTS}):
+            steps = None  # the model before goes, before the next one comes
+            steps = _steps(**curve)
+        torch.cuda.empty_cache()
+        pair, _ = as_pair(*steps(point["batch"]))
+        with torch.inference_mode():
+            taken = trace.record_each(pair)
+        found.append({f"{how}_{part}": [round(getattr(kernel, part), 2 if part == "gpu_us" else 1) for kernel in traced.kernels]
+                      for how, traced in taken.items() for part in TRACE})
+        del pair, _
+    return found
+
+
+@experiment
+def launch_constants():
+    """Time chains of a matrix product, an addition and a GELU, as a graph and launched by hand: what each kernel adds."""
+    import torch
+
+    from labkit import timing
+
+    rows, calls = [], {}
+    for links, kernels_us in zip(CHAINS, in_child(_chain_kernels)):
+        pair, graph = as_pair(*_chain(links))
+        calls |= {("graph", links): pair["graph"], ("by hand", links): pair["eager"]}
+        rows += [{"how": how, "nodes": len(graph.kernel_names), "links": links, "kernels_us": kernels_us} for how in ("graph", "by hand")]
+    with torch.inference_mode():
+        both = timing.compare(calls, budget_s=6, target=0)
+    for row in rows:
+        found = both[row["how"], row.pop("links")]
+        row |= {**cells("wall_us", found.wall_us), **cells("gpu_us", found.gpu_us), **cells("enqueue_us", found.enqueue_us),
+                "gpu_gaps": found.gpu_gaps, "samples": {"wall_us": found.wall_us.samples, "gpu_us": found.gpu_us.samples}}
+    return rows
+
+
+def _chain(links):
+    """Return a call of `links` times what steps are made of: a matrix product with weights of its own, an addition, a GELU."""
+    import torch
+    from torch.nn import functional as F
+
+    weights = torch.randn(links, 1024, 1024, device="cuda", dtype=torch.float16).div(32).unbind()
+
+    def chain(x):
+        for weight in weights:
+            x = F.gelu((x @ weight).add_(1))
+        return x
+
+    return chain, torch.randn(1, 1024, device="cuda", dtype=torch.float16)
+
+
+def _chain_kernels():
+    """Return how long the kernels of each chain work together (µs), from a profile of its graph."""
+    import torch
+
+    from labkit import trace
+
+    with torch.inference_mode():
+        return [sum(k.gpu_us for k in trace.record(as_pair(*_chain(links))[0]["graph"]).kernels) for links in CHAINS]
+
+
+@experiment
+def ceilings():
+    """Measure what this GPU can do at most: bytes read a second by a large sum, FLOPs a second of a large matrix product."""
+    import torch
+
+    from labkit import timing
+
+    big = torch.ones(2**31, device="cuda", dtype=torch.float16)
+    calls, work = {("read", "float16"): big.sum}, {("read", "float16"): big.nbytes}
+    for precision in PRECISIONS:
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=getattr(torch, precision)) for _ in range(2))
+        calls["multiply", precision], work["multiply", precision] = (lambda a=a, b=b: a @ b), 2 * 8192**3
+    both = timing.compare(calls, budget_s=6, target=0)
+    rates = {key: timing.spread([work[key] / us * 1e6 for us in m.gpu_us.samples]) for key, m in both.measurements.items()}
+    return [{"what": what, "precision": precision, **cells("per_second", rate), "samples": {"per_second": rate.samples}}
+            for (what, precision), rate in rates.items()]
