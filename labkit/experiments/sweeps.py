@@ -27,8 +27,8 @@ def sweep_gpt2():
 
 @experiment
 def sweep_llama():
-    """Sweep the batch of a decode step in the shape of Llama 3, with 1.5 and 8 billion weights, 128 tokens of context."""
-    return _sweep("llama", [(16, 2048, 128), (32, 4096, 128)])
+    """Sweep the batch of a decode step in the shape of Llama 3, with 0.3 and 1.5 billion weights, 128 tokens of context."""
+    return _sweep("llama", [(12, 768, 128), (16, 2048, 128)])
 
 
 def _sweep(model, curves):
