@@ -10,6 +10,7 @@ from made_up import LABEL, interval, nodes, pair, step, table
 from matplotlib.image import imread
 
 from labkit import charts
+from labkit.charts import canvas, drawing
 
 SIZES = table([interval({"size": 2**k, "enqueue_us": 10.0, "gpu_us": 10.0 * (2**k / 1024) ** 3}, "gpu_us")
                for k in range(5, 14)])
@@ -74,10 +75,10 @@ def test_lines_survive_eight_decades_one_point_and_zero():
 
 def test_names_at_the_line_ends_do_not_touch():
     same = table([{"batch": b, "model": f"model {m}", "wall_us": 100.0 + m} for m in range(6) for b in (1, 2)])
-    figure, axes = charts._figure(3.6)
-    curves = dict(charts._curves(same, "batch", ["wall_us"], "model"))
-    charts._scale(axes.yaxis, True, "wall_us", same["wall_us"])
-    charts._label_ends(axes, curves, charts._looks(list(curves)))
+    figure, axes = canvas.blank(3.6)
+    curves = dict(drawing._curves(same, "batch", ["wall_us"], "model"))
+    canvas.scale(axes.yaxis, True, "wall_us", same["wall_us"])
+    canvas.label_ends(axes, curves, canvas.looks_of(list(curves)))
     heights = np.sort([text.get_position()[1] for text in axes.texts])
     assert np.diff(heights).min() >= 0.0749 and heights.max() <= 1.0
 
@@ -121,7 +122,7 @@ def test_graph_drawing_says_shape_and_what_is_left_out():
 
 def test_boxes_never_share_a_place():
     level = {node: node - (node > 5) - (node > 9) - (node > 30) for node in range(60)}
-    spots, height = charts._spots(level)
+    spots, height = drawing._spots(level)
     assert len(set(spots.values())) == 60 and max(column for column, _ in spots.values()) < 8
     assert max(row for _, row in spots.values()) == height - 1
 
