@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
@@ -53,9 +54,15 @@ class Chart:
         return Path(path)
 
 
-def blank(height, rows=1):
-    figure = Figure(figsize=(7, height), dpi=DPI, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+def blank(height, rows=1, margins=None):
+    """Return an empty figure and its axes; margins (left, right, bottom, top, between, in inches) spare finding a layout."""
+    figure = Figure(figsize=(7, height), dpi=DPI, layout=None if margins else "constrained")
+    if margins:
+        left, right, bottom, top, between = margins
+        each = (height - bottom - top - between * (rows - 1)) / rows
+        figure.subplots_adjust(left / 7, bottom / height, 1 - right / 7, 1 - top / height, hspace=between / each)
+    else:
+        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
     for axes in np.atleast_1d(figure.subplots(rows, sharex=True)):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color("#BBBBBB")
@@ -66,13 +73,13 @@ def blank(height, rows=1):
 
 
 def finish(figure, table, title, said):
-    provenance, drawn, png = table.attrs["provenance"], io.BytesIO(), io.BytesIO()
+    provenance, canvas, png = table.attrs["provenance"], FigureCanvasAgg(figure), io.BytesIO()
     figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=11.5, weight="bold", color=INK)
     figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a $ in a name is a $
-    figure.savefig(drawn)
-    picture = Image.open(drawn).convert("RGB")
+    canvas.draw()
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
     picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(png, "png")  # a third of the bytes
     return Chart(png.getvalue(), " ".join(said), provenance)
 
@@ -149,8 +156,8 @@ def scale(axis, log, column, values):
         axis.set_major_locator(FixedLocator(points))
 
 
-def label_ends(axes, curves, looks, gap=0.075):
-    """Write each line's name at its right end, moved up or down so that no two names touch."""
+def label_ends(axes, curves, looks, gap=0.075, leaders=True):
+    """Write each line's name at its right end, moved up or down so that no two names touch, with leaders to the ends."""
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     ends = {name: curve[["x", "y"]].iloc[-1].to_numpy() for name, curve in curves.items()}
     to_height = axes.transData + axes.transAxes.inverted()
@@ -159,4 +166,4 @@ def label_ends(axes, curves, looks, gap=0.075):
     free = np.maximum.accumulate([to_height.transform(ends[name])[1] for name in names] - steps)
     for name, height in zip(names, np.minimum(free, 1 - steps[-1]) + steps):
         axes.annotate(name, ends[name], (1.03, height), textcoords="axes fraction", va="center", fontsize=9,
-                      color=INK, arrowprops={"arrowstyle": "-", "color": looks[name][0], "linestyle": ":"})
+                      color=INK, arrowprops={"arrowstyle": "-", "color": looks[name][0], "linestyle": ":"} if leaders else None)
