@@ -2,7 +2,7 @@
 
 from labkit.charts.canvas import BLUE, DPI, PIXELS, Chart, time
 from labkit.charts.drawing import bars, compare, durations, graph_drawing, lines, outcomes, timeline
-from labkit.charts.sweeps import curve_name, first_low_overhead, measured, predictions, roofline, sweep
+from labkit.charts.sweeps import MODELS, curve_name, first_low_overhead, measured, predictions, roofline, sweep
 
-__all__ = ["BLUE", "DPI", "PIXELS", "Chart", "bars", "compare", "curve_name", "durations", "first_low_overhead", "graph_drawing",
+__all__ = ["BLUE", "DPI", "MODELS", "PIXELS", "Chart", "bars", "compare", "curve_name", "durations", "first_low_overhead", "graph_drawing",
            "lines", "measured", "outcomes", "predictions", "roofline", "sweep", "time", "timeline"]
