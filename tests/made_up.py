@@ -99,3 +99,10 @@ def ceilings():
     rows += [{"what": "multiply", "precision": name, "per_second": 5e13 * (1 + 9 * (name != "float32"))}
              for name in ("float32", "float16", "bfloat16")]
     return table([interval(row, "per_second") for row in rows])
+
+
+def sources(**options):
+    """Two GPUs that sweeps were recorded on, the second with less memory; both made up."""
+    from labkit.explorers.sweep_model import Recorded
+    return {gpu: Recorded({model: batch_sweep(model, memory=memory) for model in GRIDS}, ceilings(), **options)
+            for gpu, memory in (("Made-up A", 10**10), ("Made-up B", 10**8))}

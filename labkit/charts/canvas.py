@@ -12,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
+from matplotlib.transforms import blended_transform_factory as mixed
 from PIL import Image
 
 BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY = (  # Okabe and Ito: told apart by every kind of colour vision
@@ -55,8 +57,15 @@ class Chart:
 
 
 def blank(height, rows=1, margins=None):
-    """Return an empty figure and its axes; margins (left, right, bottom, top, between, in inches) spare finding a layout."""
+    """Return an empty figure and its axes.
+
+    With margins (left, right, bottom, top, between, in inches) nothing looks for a layout, and the last such figure is
+    emptied and used again: both make drawing twice as fast, for charts under sliders.
+    """
+    if margins and (height, rows, margins) in _KEPT:
+        return _emptied(*_KEPT[height, rows, margins])
     figure = Figure(figsize=(7, height), dpi=DPI, layout=None if margins else "constrained")
+    FigureCanvasAgg(figure)
     if margins:
         left, right, bottom, top, between = margins
         each = (height - bottom - top - between * (rows - 1)) / rows
@@ -69,17 +78,39 @@ def blank(height, rows=1, margins=None):
         axes.tick_params(colors=QUIET, labelsize=9)
         for label in (axes.xaxis.label, axes.yaxis.label):
             label.set(color=QUIET, fontsize=9)
+    if margins:
+        _KEPT[height, rows, margins] = (figure, *figure.axes)
+        for axes in figure.axes:  # where titles and labels stand is known, too
+            axes.set_title("", loc="left", y=1 + 0.08 / each)
+            axes.yaxis.set_label_coords(0.14 / 7, 0.5, mixed(figure.transFigure, axes.transAxes))
+            axes.xaxis.set_label_coords(0.5, 0.34 / height, mixed(axes.transAxes, figure.transFigure))
+            axes.xaxis.set_visible(axes is figure.axes[-1])
     return figure, *figure.axes
 
 
+_KEPT = {}
+
+
+def _emptied(figure, *every):
+    """Take all that was drawn out of a figure; its ticks stay, and making those is what takes long."""
+    for axes in every:
+        for artist in (*axes.lines, *axes.collections, *axes.texts, *axes.patches):
+            artist.remove()
+        axes.dataLim, axes.ignore_existing_data_limits = Bbox.null(), True
+        axes.set_autoscale_on(True)
+        axes.set(xscale="linear", yscale="linear", xlabel="", ylabel="")
+        axes.set_title("", loc="left", y=axes._left_title.get_position()[1])
+    return figure, *every
+
+
 def finish(figure, table, title, said):
-    provenance, canvas, png = table.attrs["provenance"], FigureCanvasAgg(figure), io.BytesIO()
+    provenance, png = table.attrs["provenance"], io.BytesIO()
     figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=11.5, weight="bold", color=INK)
     figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a $ in a name is a $
-    canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+    figure.canvas.draw()
+    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3])
     picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(png, "png")  # a third of the bytes
     return Chart(png.getvalue(), " ".join(said), provenance)
 

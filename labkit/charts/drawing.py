@@ -100,7 +100,7 @@ def timeline(table, window_us=None, title=None):
     """Draw when the CPU launches and when the GPU works; `window_us` zooms in on that long a start."""
     require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
     parts = list(table.groupby("how", sort=False)) if "how" in table else [("", table)]
-    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts))
+    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.07, 0.62, 0.53, 0.36))
     ends, said = zip(*(_lanes(axes, *part, window_us or np.inf) for part, axes in zip(parts, all_axes)))
     window_us = window_us or max(ends)
     all_axes[-1].set(xlim=(0, window_us), xlabel="time since the first launch (µs); grey: the GPU has nothing to do")

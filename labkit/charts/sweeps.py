@@ -1,5 +1,7 @@
 """The charts of sweeps over batch sizes: one curve, its floors, and how far predictions of many are off."""
 
+import textwrap
+
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -20,15 +22,18 @@ def curve_name(row):
             f"{row['precision']}")
 
 
-def sweep(table, at=None, title=None):
-    """Draw one curve: time per step and speedup against batch, measured and predicted; `at` marks a batch."""
+def sweep(table, at=None, batches=None, title=None):
+    """Draw one curve: time per step and speedup against batch, measured and predicted; `at` marks a batch.
+
+    batches: what the axis shows, also where some of them are not measured yet.
+    """
     done, left_out = measured(table)
     columns = ("eager_wall_us", "graph_wall_us", "speedup")
     require(done, "batch", *columns)
     figure, top, below = blank(5.0, 2, MARGINS)
     predicted = [_line(top, done, f"{how}_wall_us", *FIXED[how], f"predicted_{how}_us") for how in HOWS]
     predicted += [_line(below, done, "speedup", GREEN, "^", "predicted_speedup")]
-    _over_batches(top, table, at), _over_batches(below, table, at)
+    _over_batches(top, table, at, batches), _over_batches(below, table, at, batches)
     scale(top.yaxis, True, "eager_wall_us", np.concatenate([done["eager_wall_us"], done["graph_wall_us"]]))
     scale(below.yaxis, True, "speedup", np.append(done["speedup"], 1.0))
     top.set(ylabel="time of one step"), below.set(xlabel="batch size", ylabel="speedup")
@@ -42,7 +47,7 @@ def sweep(table, at=None, title=None):
     return finish(figure, table, title or curve_name(table.iloc[0]), said)
 
 
-def roofline(table, ceilings, at=None, title=None):
+def roofline(table, ceilings, at=None, batches=None, title=None):
     """Draw time per step of one curve against batch, over the time that its bytes and its FLOPs take at the ceilings."""
     done, left_out = measured(table)
     require(done, "batch", "eager_wall_us", "graph_wall_us", "bytes", "flops")
@@ -53,7 +58,7 @@ def roofline(table, ceilings, at=None, title=None):
     for (name, floor), style, colour in zip(floors.items(), ("-.", ":"), (PURPLE, INK)):
         axes.plot(done["batch"], floor, color=colour, linestyle=style, linewidth=2)
     highest = floors.max(axis=1)
-    _over_batches(axes, table, at)
+    _over_batches(axes, table, at, batches)
     every = pd.concat([done["eager_wall_us"], done["graph_wall_us"], floors.stack()])
     scale(axes.yaxis, True, "wall_us", every)
     axes.set_ylim(every.min() / 1.6, every.max() * 1.6)
@@ -127,8 +132,7 @@ def first_low_overhead(done, share=0.1):
 def _line(axes, done, column, colour, marker, predicted=None):
     """Draw a measured column with its interval, and its prediction where there is one; return whether there is."""
     low, high = (done.get(column + end, done[column]) for end in ("_low", "_high"))
-    axes.fill_between(done["batch"], low, high, color=colour, alpha=0.25, linewidth=0)
-    axes.vlines(done["batch"], low, high, color=colour, linewidth=1.4)
+    axes.vlines(done["batch"], low, high, color=INK, linewidth=1.2, zorder=5)
     axes.plot(done["batch"], done[column], color=colour, marker=marker, markersize=5, linewidth=1.8, zorder=3)
     if predicted not in done or done[predicted].isna().all():
         return False
@@ -137,8 +141,8 @@ def _line(axes, done, column, colour, marker, predicted=None):
     return True
 
 
-def _over_batches(axes, table, at):
-    batches = np.unique(table["batch"])
+def _over_batches(axes, table, at, batches):
+    batches = np.unique(table["batch"] if batches is None else batches)
     axes.set(xscale="log", xlim=(batches[0] / 1.25, batches[-1] * 1.25))
     axes.xaxis.set_major_locator(FixedLocator(batches))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -176,7 +180,7 @@ def _mark_left_out(axes, left_out):
         batches = ", ".join(f"{batch:,}" for batch in part["batch"])
         height, to_axes = 0.06 + 0.24 * place, axes.get_xaxis_transform()
         axes.plot(part["batch"], [height] * len(part), "x", color=INK, markersize=7, markeredgewidth=2, transform=to_axes)
-        axes.annotate(f"left out: {reason}"[:60], (part["batch"].iloc[-1], height), (4, 7), xycoords=to_axes,
+        axes.annotate(f"left out: {textwrap.shorten(reason, 60, placeholder=' …')}", (part["batch"].iloc[-1], height), (4, 7), xycoords=to_axes,
                       textcoords="offset points", ha="right", fontsize=9, color=INK)
         said.append(f"Left out: batch {batches} ({reason}).")
     return said

@@ -230,15 +230,15 @@ class SweepModel(HasTraits):
         return self._drawn[marked]
 
     def _draw(self):
-        row = self._row()
+        row, on = self._row(), {"at": self.batch, "batches": self.options("batch")}
         if not len(self.table) or charts.measured(self.table)[0].empty:
             return self.summary
         if self.view == "speedup":
-            return charts.sweep(self.table, at=self.batch)
+            return charts.sweep(self.table, **on)
         if self.view == "roofline":
             found = self.source.ceilings
             return "The ceilings of this GPU are not measured yet." if found is None else charts.roofline(
-                self.table, found, at=self.batch)
+                self.table, found, **on)
         if row is None or row["skipped"]:
             return self.summary
         if not isinstance(row.get("eager_gpu_us"), list):

@@ -56,12 +56,12 @@ def _constants():
 
 def view(model):
     """Make the widgets of a model; each carries a CSS class labkit-<name>."""
-    style, wide = {"description_width": "6em"}, widgets.Layout(width="30em")
+    style = {"description_width": "6em"}
     made = {name: (widgets.Dropdown if name in ("gpu", "model", "precision", "view") else widgets.SelectionSlider)(
-        options=_options(model, name), value=getattr(model, name), description=LABELS[name], style=style, layout=wide)
+        options=_options(model, name), value=getattr(model, name), description=LABELS[name], style=style, layout={"width": "30em"})
         for name in LABELS if name != "range"}
     made["range"] = widgets.SelectionRangeSlider(options=model.options("lowest"), value=(model.lowest, model.highest),
-                                                 description=LABELS["range"], style=style, layout=wide)
+                                                 description=LABELS["range"], style=style, layout={"width": "30em"})
     buttons = {name: widgets.Button(description=name.capitalize(), tooltip=words) for name, words in (
         ("measure", "measure this curve, or play its recording back"), ("stop", "end the sweep and keep its points"))}
     said = {name: widgets.HTML() for name in ("status", "note", "chart", "summary")}
@@ -100,8 +100,8 @@ def view(model):
     buttons["stop"].on_click(lambda _: model.stop())
     show(), tell()
     made["gpu"].layout.display = None if len(model.sources) > 1 else "none"
-    columns = [widgets.VBox([made[n] for n in names]) for names in (("gpu", "model", "layers", "width", "length"),
-                                                                    ("precision", "range", "batch", "view"))]
+    columns = [widgets.VBox([made[n] for n in names]) for names in (("gpu", "model", "precision", "view"),
+                                                                    ("layers", "width", "length", "range", "batch"))]
     row = widgets.Layout(flex_flow="row wrap", align_items="center")
     return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), said["note"],
                          widgets.HBox([*buttons.values(), said["status"]], layout=row), said["chart"], said["summary"]])
