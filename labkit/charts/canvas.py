@@ -39,11 +39,12 @@ class Chart:
     png: bytes = field(repr=False)
     text: str
     provenance: dict
+    dpi: int = DPI
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         # The alt text stands where nbconvert's classic template, nbsphinx and others look for it. JupyterLab 4.6 and
         # nbconvert's lab template give no picture an alt text, so the words are the plain text of the output too.
-        width = int.from_bytes(self.png[16:20], "big") * PIXELS // DPI
+        width = int.from_bytes(self.png[16:20], "big") * PIXELS // self.dpi
         data = {"image/png": base64.b64encode(self.png).decode(), "text/plain": str(self)}
         return data, {"image/png": {"alt": str(self), "width": width}}
 
@@ -56,15 +57,15 @@ class Chart:
         return Path(path)
 
 
-def blank(height, rows=1, margins=None):
+def blank(height, rows=1, margins=None, dpi=DPI):
     """Return an empty figure and its axes.
 
     With margins (left, right, bottom, top, between, in inches) nothing looks for a layout, and the last such figure is
     emptied and used again: both make drawing twice as fast, for charts under sliders.
     """
-    if margins and (height, rows, margins) in _KEPT:
-        return _emptied(*_KEPT[height, rows, margins])
-    figure = Figure(figsize=(7, height), dpi=DPI, layout=None if margins else "constrained")
+    if margins and (height, rows, margins, dpi) in _KEPT:
+        return _emptied(*_KEPT[height, rows, margins, dpi])
+    figure = Figure(figsize=(7, height), dpi=dpi, layout=None if margins else "constrained")
     FigureCanvasAgg(figure)
     if margins:
         left, right, bottom, top, between = margins
@@ -79,7 +80,7 @@ def blank(height, rows=1, margins=None):
         for label in (axes.xaxis.label, axes.yaxis.label):
             label.set(color=QUIET, fontsize=9)
     if margins:
-        _KEPT[height, rows, margins] = (figure, *figure.axes)
+        _KEPT[height, rows, margins, dpi] = (figure, *figure.axes)
         for axes in figure.axes:  # where titles and labels stand is known, too
             axes.set_title("", loc="left", y=1 + 0.08 / each)
             axes.yaxis.set_label_coords(0.14 / 7, 0.5, mixed(figure.transFigure, axes.transAxes))
@@ -112,7 +113,7 @@ def finish(figure, table, title, said):
     figure.canvas.draw()
     picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3])
     picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(png, "png")  # a third of the bytes
-    return Chart(png.getvalue(), " ".join(said), provenance)
+    return Chart(png.getvalue(), " ".join(said), provenance, int(figure.dpi))
 
 
 def require(table, *columns):

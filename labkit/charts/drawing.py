@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as Line
 from matplotlib.ticker import MaxNLocator
 
-from labkit.charts.canvas import (BLUE, CLOCKS, FIXED, INK, ORANGE, PALE, QUIET, SERIES, WORDS, binary_ticks, blank, few,
+from labkit.charts.canvas import (BLUE, CLOCKS, DPI, FIXED, INK, ORANGE, PALE, QUIET, SERIES, WORDS, binary_ticks, blank, few,
                                   finish, label_ends, looks_of, require, say, scale, time, words)
 
 
@@ -96,11 +96,11 @@ def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_la
     return finish(figure, table, title or f"{y_label}, against {x_label}", said)
 
 
-def timeline(table, window_us=None, title=None):
+def timeline(table, window_us=None, title=None, dpi=DPI):
     """Draw when the CPU launches and when the GPU works; `window_us` zooms in on that long a start."""
     require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
     parts = list(table.groupby("how", sort=False)) if "how" in table else [("", table)]
-    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.07, 0.62, 0.53, 0.36))
+    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.07, 0.62, 0.53, 0.36), dpi)
     ends, said = zip(*(_lanes(axes, *part, window_us or np.inf) for part, axes in zip(parts, all_axes)))
     window_us = window_us or max(ends)
     all_axes[-1].set(xlim=(0, window_us), xlabel="time since the first launch (µs); grey: the GPU has nothing to do")

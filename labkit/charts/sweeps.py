@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from labkit.charts.canvas import (BLUE, FIXED, GREEN, INK, ORANGE, PALE, PURPLE, QUIET, blank, finish, label_ends, require, say,
+from labkit.charts.canvas import (DPI, FIXED, GREEN, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require, say,
                                   scale, time)
 
 MODELS = {"mlp": "MLP", "transformer": "Transformer encoder", "gpt2": "GPT-2 decode step", "llama": "Llama-style decode step"}
@@ -22,7 +22,7 @@ def curve_name(row):
             f"{row['precision']}")
 
 
-def sweep(table, at=None, batches=None, title=None):
+def sweep(table, at=None, batches=None, title=None, dpi=DPI):
     """Draw one curve: time per step and speedup against batch, measured and predicted; `at` marks a batch.
 
     batches: what the axis shows, also where some of them are not measured yet.
@@ -30,7 +30,7 @@ def sweep(table, at=None, batches=None, title=None):
     done, left_out = measured(table)
     columns = ("eager_wall_us", "graph_wall_us", "speedup")
     require(done, "batch", *columns)
-    figure, top, below = blank(5.0, 2, MARGINS)
+    figure, top, below = blank(5.0, 2, MARGINS, dpi)
     predicted = [_line(top, done, f"{how}_wall_us", *FIXED[how], f"predicted_{how}_us") for how in HOWS]
     predicted += [_line(below, done, "speedup", GREEN, "^", "predicted_speedup")]
     _over_batches(top, table, at, batches), _over_batches(below, table, at, batches)
@@ -47,12 +47,12 @@ def sweep(table, at=None, batches=None, title=None):
     return finish(figure, table, title or curve_name(table.iloc[0]), said)
 
 
-def roofline(table, ceilings, at=None, batches=None, title=None):
+def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
     """Draw time per step of one curve against batch, over the time that its bytes and its FLOPs take at the ceilings."""
     done, left_out = measured(table)
     require(done, "batch", "eager_wall_us", "graph_wall_us", "bytes", "flops")
     floors = floors_of(done, ceilings)
-    figure, axes = blank(3.9, 1, MARGINS)
+    figure, axes = blank(3.9, 1, MARGINS, dpi)
     for how in HOWS:
         _line(axes, done, f"{how}_wall_us", *FIXED[how])
     for (name, floor), style, colour in zip(floors.items(), ("-.", ":"), (PURPLE, INK)):
@@ -88,8 +88,8 @@ def predictions(table, title=None):
             axes.axhspan(-band, band, color=grey, linewidth=0, zorder=0)
             axes.annotate(f"±{band:.0%}", (1.01, band), xycoords=("axes fraction", "data"), fontsize=8, color=QUIET, va="center")
         colour, marker = FIXED[how]
-        axes.plot(done[f"{how}_wall_us"], done[f"{how}_error"], marker, color=colour, markersize=3.5, alpha=0.6,
-                  markeredgewidth=0)
+        axes.plot(done[f"{how}_wall_us"], done[f"{how}_error"], marker, color=colour, markersize=3.8, alpha=0.8,
+                  markeredgecolor=INK, markeredgewidth=0.4)
         axes.axhline(0, color=QUIET, linewidth=1)
         axes.set(ylim=(-reach, reach), ylabel="predicted / measured - 1")
         axes.yaxis.set_major_formatter(lambda v, _: f"{v:+.0%}" if v else "0%")
@@ -180,7 +180,8 @@ def _mark_left_out(axes, left_out):
         batches = ", ".join(f"{batch:,}" for batch in part["batch"])
         height, to_axes = 0.06 + 0.24 * place, axes.get_xaxis_transform()
         axes.plot(part["batch"], [height] * len(part), "x", color=INK, markersize=7, markeredgewidth=2, transform=to_axes)
-        axes.annotate(f"left out: {textwrap.shorten(reason, 60, placeholder=' …')}", (part["batch"].iloc[-1], height), (4, 7), xycoords=to_axes,
-                      textcoords="offset points", ha="right", fontsize=9, color=INK)
+        short = textwrap.shorten(reason, 60, placeholder=" …")
+        axes.annotate(f"left out: {short}", (part["batch"].iloc[-1], height), (4, 7), xycoords=to_axes, textcoords="offset points",
+                      ha="right", fontsize=9, color=INK)
         said.append(f"Left out: batch {batches} ({reason}).")
     return said

@@ -230,7 +230,7 @@ class SweepModel(HasTraits):
         return self._drawn[marked]
 
     def _draw(self):
-        row, on = self._row(), {"at": self.batch, "batches": self.options("batch")}
+        row, on = self._row(), {"at": self.batch, "batches": self.options("batch"), "dpi": charts.PIXELS}
         if not len(self.table) or charts.measured(self.table)[0].empty:
             return self.summary
         if self.view == "speedup":
@@ -243,7 +243,8 @@ class SweepModel(HasTraits):
             return self.summary
         if not isinstance(row.get("eager_gpu_us"), list):
             return f"There is no timeline of batch {self.batch:,}: it was not traced{' yet' * self.source.live}."
-        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}: one step")
+        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}: one step",
+                               dpi=charts.PIXELS)
 
     async def measure(self):
         """Measure the curve here, or play its recording back, until it ends, fails or is stopped; while busy, do nothing."""
@@ -296,8 +297,8 @@ def _kernels(row, table):
     parts = []
     for how in ("eager", "graph"):
         launched = {"launch_at_us": 0.0, "launch_us": float(row["graph_enqueue_us"])}  # a graph: once, for all
-        traces = {part: row.get(f"{how}_{part}") for part in TRACE}
-        parts.append(pd.DataFrame({"how": how, "name": "kernel"} | launched | {k: v for k, v in traces.items() if isinstance(v, list)}))
+        traces = {part: row[f"{how}_{part}"] for part in TRACE if isinstance(row.get(f"{how}_{part}"), list)}
+        parts.append(pd.DataFrame({"how": how, "name": "kernel"} | launched | traces))
     made = pd.concat(parts, ignore_index=True)
     made.attrs["provenance"] = table.attrs["provenance"]
     return made

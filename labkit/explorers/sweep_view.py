@@ -24,7 +24,6 @@ def explore(sources=None, still=True, **wishes):
     display({**data, "text/plain": model.summary}, *metadata, raw=True)
     if still and isinstance(chart := model.chart(), charts.Chart):
         display(chart)
-    return None
 
 
 def at_hand():

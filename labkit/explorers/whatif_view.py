@@ -54,7 +54,7 @@ def view(model):
 
 
 def _html(model):
-    """Write the times as bars of one scale, and the summary, as HTML; what if is hatched, so that it is told apart in grey."""
+    """Write the times as bars of one scale, and the summary, as HTML; what if is only outlined."""
     longest = max(us for _, us in model.times)
     looks = {"eager": charts.ORANGE, "graph": charts.BLUE}
     rows = "".join(
