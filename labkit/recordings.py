@@ -80,9 +80,9 @@ def code_of(source):
     return re.sub(r"\A\s*%%.*", "", source)
 
 
-def available():
-    """Return the GPUs that recordings are at hand for, as slugs ("nvidia-h200"), sorted."""
-    return sorted({path.parent.name for path in FOLDER.glob("*/*.json")})
+def available(name="*"):
+    """Return the GPUs that recordings (of this name) are at hand for, as slugs ("nvidia-h200"), sorted."""
+    return sorted({path.parent.name for path in FOLDER.glob(f"*/{name}.json")})
 
 
 def chosen():
@@ -104,9 +104,9 @@ def about():
     return provenance(newest["name"], newest)
 
 
-def load(name):
-    """Return one checked recording as a dict, or raise a RecordingError that says what is wrong and what to run."""
-    path = FOLDER / chosen() / f"{name}.json"
+def load(name, gpu=None):
+    """Return one checked recording (of the GPU in use, or of another slug) as a dict; RecordingError says what is wrong."""
+    path = FOLDER / (gpu or chosen()) / f"{name}.json"
     if not path.exists():
         raise RecordingError(f"{path.parent.name} has no recording of {name}; on a machine with an NVIDIA GPU run: "
                              f"python -m labkit record {name.removeprefix('lab-')}")
@@ -197,15 +197,23 @@ def live_or_recorded(experiment, params, measure, source):
     `measure` returns rows (dicts); a row's "samples" stay out of the table. Without a GPU, or where LABKIT_TABLES is
     "recorded", it is the recording, and `params` must be the recorded ones (RecordingError otherwise).
     """
-    import pandas
     if machine.mode().live and os.environ.get("LABKIT_TABLES") != "recorded":
-        rows, told = measure(), provenance(experiment)
-    else:
-        document = load(experiment)
-        if json.loads(json.dumps(params)) != document["params"]:
-            raise RecordingError(f"{experiment} was recorded with {document['params']}, not with {params}; "
-                                 "other values need an NVIDIA GPU")
-        rows, told = document["rows"], provenance(experiment, document, document["code_hash"] != code_hash(source))
+        return _table(measure(), provenance(experiment))
+    document = load(experiment)
+    if json.loads(json.dumps(params)) != document["params"]:
+        raise RecordingError(f"{experiment} was recorded with {document['params']}, not with {params}; "
+                             "other values need an NVIDIA GPU")
+    return recorded(experiment, source)
+
+
+def recorded(experiment, source, gpu=None):
+    """Return the recorded table of an experiment, also where labs run live, and of any GPU (a slug) that has one."""
+    document = load(experiment, gpu)
+    return _table(document["rows"], provenance(experiment, document, document["code_hash"] != code_hash(source)))
+
+
+def _table(rows, told):
+    import pandas
     table = pandas.DataFrame([{k: v for k, v in row.items() if k != "samples"} for row in rows])
     table.attrs["provenance"] = told
     return table

@@ -57,3 +57,52 @@ def sweep():
                                       "eager_wall_us": eager, "graph_wall_us": graph, "gpu_us": graph * 0.95,
                                       "idle_share": 1 - graph * 0.95 / eager, "speedup": eager / graph}, "speedup"))
     return table(rows[:-1])
+
+
+GRIDS = {"mlp": ((6, 1024, 1), (6, 4096, 1), (24, 1024, 1)), "transformer": ((6, 512, 64), (24, 1024, 64)),
+         "gpt2": ((12, 768, 128), (12, 768, 1023)), "llama": ((12, 768, 128), (32, 4096, 2047))}
+
+
+def sweep_row(model, layers, width, length, precision, batch, traced=True, memory=10**9):
+    """One point of a batch sweep: more launches than work at small batches, too large for `memory` at large ones."""
+    row = {"model": model, "layers": layers, "width": width, "length": length, "precision": precision, "batch": batch}
+    kernels, size, traces = layers * 4, 4 if precision == "float32" else 2, ("eager_launch_at_us", "eager_launch_us",
+                                                                              "eager_start_us", "eager_gpu_us", "graph_start_us", "graph_gpu_us")
+    work, clocks = 1.5 + width * width * batch / 4e7 * size, ("eager_wall_us", "graph_wall_us", "eager_enqueue_us",
+                                                              "graph_enqueue_us", "gpu_us", "speedup")
+    if batch * width * layers * length > memory:
+        return row | {"skipped": "out of memory", "kernels": float("nan"), "bytes": float("nan"), "flops": float("nan"),
+                      **interval(dict.fromkeys(clocks, float("nan")), *clocks), **dict.fromkeys(traces)}
+    eager, graph = max(9.0, work) * kernels + 20, (work + 0.4) * kernels + 8
+    row |= {"skipped": "", "kernels": kernels, "bytes": layers * width * width * size + 0.0,
+            "flops": 2.0 * layers * width * width * batch, "rounds": 20, "stopped_by": "target", **dict.fromkeys(traces)}
+    row |= dict(zip(clocks, (eager, graph, kernels * 9.0, 9.0 + kernels / 100, work * kernels, eager / graph)))
+    if traced:
+        at, starts = [9.0 * i for i in range(kernels)], [max(9.0, work) * i + 8 for i in range(kernels)]
+        row |= dict(zip(traces, (at, [4.0] * kernels, starts, [work] * kernels,
+                                 [20 + (work + 0.4) * i for i in range(kernels)], [work] * kernels)))
+    return interval(row, *clocks)
+
+
+def batch_sweep(model="gpt2", precisions=("float32", "float16"), memory=10**9):
+    """The sweep of one model over its grid, precisions and batches 1 to 512, with predictions a little off."""
+    made = table([sweep_row(model, *point, precision, 2**k, memory=memory) for point in GRIDS[model] for precision in precisions
+                  for k in range(10)])
+    for how, off in (("eager", 1.06), ("graph", 0.98)):
+        made[f"predicted_{how}_us"], made[f"{how}_error"] = made[f"{how}_wall_us"] * off, off - 1
+    return made.assign(predicted_speedup=made["predicted_eager_us"] / made["predicted_graph_us"])
+
+
+def ceilings():
+    """Measured ceilings: what can be read a second, and multiplied in each precision."""
+    rows = [{"what": "read", "precision": "float32", "per_second": 8e12}]
+    rows += [{"what": "multiply", "precision": name, "per_second": 5e13 * (1 + 9 * (name != "float32"))}
+             for name in ("float32", "float16", "bfloat16")]
+    return table([interval(row, "per_second") for row in rows])
+
+
+def sources(**options):
+    """Two GPUs that sweeps were recorded on, the second with less memory; both made up."""
+    from labkit.explorers.sweep_model import Recorded
+    return {gpu: Recorded({model: batch_sweep(model, memory=memory) for model in GRIDS}, ceilings(), **options)
+            for gpu, memory in (("Made-up A", 10**10), ("Made-up B", 10**8))}

@@ -6,16 +6,23 @@ import io
 import numpy as np
 import pandas as pd
 import pytest
-from made_up import LABEL, interval, nodes, pair, step, table
+from made_up import LABEL, batch_sweep, ceilings, interval, nodes, pair, step, table
 from matplotlib.image import imread
 
 from labkit import charts
+from labkit.charts import canvas, drawing
 
 SIZES = table([interval({"size": 2**k, "enqueue_us": 10.0, "gpu_us": 10.0 * (2**k / 1024) ** 3}, "gpu_us")
                for k in range(5, 14)])
 COSTS = table([interval({"what": "driver call", "layer": "driver", "cost_us": 4.0}, "cost_us"),
                interval({"what": "linear", "layer": "torch", "cost_us": 12.0}, "cost_us")])
+GPT2 = batch_sweep("gpt2", memory=10**8)
+CURVE = GPT2[(GPT2["length"] == 128) & (GPT2["precision"] == "float16")]
+MLP = batch_sweep("mlp")
 DRAWN = {
+    "sweep": lambda: charts.sweep(CURVE, at=4),
+    "roofline": lambda: charts.roofline(CURVE[CURVE["skipped"] == ""], ceilings()),
+    "predictions": lambda: charts.predictions(MLP),
     "compare": lambda: charts.compare(pair()),
     "bars": lambda: charts.bars(COSTS, "what", "cost_us", by="layer"),
     "lines": lambda: charts.lines(SIZES, "size", ["enqueue_us", "gpu_us"], crossing=True),
@@ -74,10 +81,10 @@ def test_lines_survive_eight_decades_one_point_and_zero():
 
 def test_names_at_the_line_ends_do_not_touch():
     same = table([{"batch": b, "model": f"model {m}", "wall_us": 100.0 + m} for m in range(6) for b in (1, 2)])
-    figure, axes = charts._figure(3.6)
-    curves = dict(charts._curves(same, "batch", ["wall_us"], "model"))
-    charts._scale(axes.yaxis, True, "wall_us", same["wall_us"])
-    charts._label_ends(axes, curves, charts._looks(list(curves)))
+    figure, axes = canvas.blank(3.6)
+    curves = dict(drawing._curves(same, "batch", ["wall_us"], "model"))
+    canvas.scale(axes.yaxis, True, "wall_us", same["wall_us"])
+    canvas.label_ends(axes, curves, canvas.looks_of(list(curves)))
     heights = np.sort([text.get_position()[1] for text in axes.texts])
     assert np.diff(heights).min() >= 0.0749 and heights.max() <= 1.0
 
@@ -121,7 +128,7 @@ def test_graph_drawing_says_shape_and_what_is_left_out():
 
 def test_boxes_never_share_a_place():
     level = {node: node - (node > 5) - (node > 9) - (node > 30) for node in range(60)}
-    spots, height = charts._spots(level)
+    spots, height = drawing._spots(level)
     assert len(set(spots.values())) == 60 and max(column for column, _ in spots.values()) < 8
     assert max(row for _, row in spots.values()) == height - 1
 
@@ -162,3 +169,49 @@ def test_outcomes_are_counted_by_group_and_none_is_lost():
     assert said.index("c: 1 fails") < said.index("b: 2 captured")
     with pytest.raises(ValueError, match="has 8 different values, and this chart shows up to 7"):
         charts.outcomes(table([{"group": "a", "result": str(i)} for i in range(8)]), "group", "result")
+
+
+def test_a_sweep_says_its_ends_where_overhead_ends_and_what_was_left_out():
+    chart = charts.sweep(CURVE)
+    assert chart.text.startswith("Eager: 452 µs at batch 1, 452 µs at batch 64. Graph: 101 µs at batch 1")
+    assert "Overhead stays above 10%. Left out: batch 128, 256, 512 (out of memory)." in chart.text
+    whole = batch_sweep("gpt2")[:10]
+    low = charts.first_low_overhead(whole)
+    assert f"first falls under 10% at batch {low}." in charts.sweep(whole).text
+    row = whole[whole["batch"] == low].iloc[0]
+    assert 1 - row["graph_wall_us"] / row["eager_wall_us"] < 0.1
+    assert charts.sweep(whole[:1]).png != charts.sweep(whole[:1], batches=[1, 2, 4]).png
+    with pytest.raises(ValueError, match="no rows"):
+        charts.sweep(CURVE[CURVE["skipped"] != ""])
+
+
+def test_a_sweep_draws_predictions_where_there_are_some():
+    assert charts.sweep(CURVE).png != charts.sweep(CURVE.assign(predicted_eager_us=np.nan)).png
+    assert charts.sweep(CURVE.drop(columns=["predicted_eager_us", "predicted_graph_us", "predicted_speedup"])).png
+
+
+def test_a_roofline_names_the_higher_floor_and_needs_the_ceilings_of_its_precision():
+    one = MLP[(MLP["width"] == 4096) & (MLP["precision"] == "float32")]
+    text, first, last = charts.roofline(one, ceilings()).text, one.iloc[0], one.iloc[-1]
+    read, multiply = first["bytes"] / 8e12 * 1e6, last["flops"] / 5e13 * 1e6
+    assert f"At batch 1 the floor is {charts.time(read)}, set by what the step must read; the graph takes" in text
+    assert f"At batch 512 the floor is {charts.time(multiply)}, set by what the step must multiply" in text
+    with pytest.raises(ValueError, match="no row for 'multiply' in float32"):
+        charts.roofline(one, ceilings()[:1])
+
+
+def test_predictions_say_medians_and_where_they_are_worst():
+    made = MLP.assign(eager_error=0.04, graph_error=-0.02)
+    made.attrs = MLP.attrs
+    made.loc[made.index[3], "graph_error"] = 0.3
+    text = charts.predictions(made).text
+    assert text.startswith("Eager: median error 4.0%, 100% of 60 within 10%, worst 4%. Graph: median error 2.0%")
+    assert "worst 30%" in text and "Worst graph: MLP, 6 layers, width 1,024, float32, batch 8." in text
+    with pytest.raises(ValueError, match="no rows"):
+        charts.predictions(made.assign(eager_error=np.nan))
+
+
+def test_a_figure_used_again_shows_nothing_of_the_chart_before():
+    first = charts.sweep(CURVE, at=4).png
+    charts.sweep(MLP[:10], title="another"), charts.timeline(step())
+    assert charts.sweep(CURVE, at=4).png == first

@@ -374,3 +374,12 @@ def test_outputs_of_other_kinds_are_refused(output):
 def test_outputs_of_the_kinds_that_cells_put_out_are_taken():
     kept = [o for p in EVERY for c in json.loads(p.read_text("utf-8")).get("cells", {}).values() for o in c["outputs"]]
     assert kept and all(map(recordings._is_output, kept))
+
+
+def test_a_recorded_table_of_another_gpu_comes_also_where_labs_run_live(gpu):
+    write(gpu, slug="nvidia-a"), write(gpu, slug="nvidia-b", machine={"gpu": "NVIDIA B"}), write(gpu, name="other", slug="nvidia-c")
+    assert recordings.available("tiny") == ["nvidia-a", "nvidia-b"] and len(recordings.available()) == 3
+    found = recordings.recorded("tiny", SOURCE, "nvidia-b")
+    assert list(found["wall_us"]) == [2.0, 4.0] and found.attrs["provenance"]["label"].startswith("RECORDED on NVIDIA B")
+    with pytest.raises(RecordingError, match="nvidia-c has no recording of tiny"):
+        recordings.recorded("tiny", SOURCE, "nvidia-c")

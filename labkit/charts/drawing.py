@@ -1,68 +1,24 @@
-"""Charts: a table in, a picture with a description in words and a line saying where its numbers come from out."""
+"""The charts of times, outcomes, kernels and graphs."""
 
-import base64
-import io
-import re
 import textwrap
-from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as Line
-from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
-from PIL import Image
+from matplotlib.ticker import MaxNLocator
 
-BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY = (  # Okabe and Ito: told apart by every kind of colour vision
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#858585")
-INK, QUIET, PALE = "#222222", "#666666", "#E6E6E6"
-SERIES = tuple(zip((BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY), "os^DvPX"))
-CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
-WORDS = {"enqueue_us": "CPU, until it returns", "gpu_us": "GPU, working", "wall_us": "wall, start to finish",
-         "eager_wall_us": "eager", "graph_wall_us": "graph", "padded_wall_us": "padded", "cost_us": "CPU time of one call",
-         "saving_us": "saved, measured", "predicted_saving_us": "saved, predicted",
-         "idle_share": "share of the time the GPU is idle", "nodes": "nodes in the graph",
-         "size": "matrix size (rows and columns)", "batch": "batch size"}
-FIXED = {name: look for look, names in {  # the same thing has the same look in every chart
-    (ORANGE, "s"): ("enqueue_us", WORDS["enqueue_us"], "eager", "torch", "memcpy"),
-    (BLUE, "o"): ("gpu_us", WORDS["gpu_us"], "graph", "driver", "kernel"),
-    (GREY, "D"): ("wall_us", WORDS["wall_us"]), (GREEN, "^"): ("memset",)}.items() for name in names}
-PIXELS, DPI = 110, 165  # pixels an inch as shown, and as drawn, so that a sharp screen gets a sharp picture
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A drawn chart: its picture (PNG bytes), what it shows in words, and where its numbers come from."""
-    png: bytes = field(repr=False)
-    text: str
-    provenance: dict
-
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        # The alt text stands where nbconvert's classic template, nbsphinx and others look for it. JupyterLab 4.6 and
-        # nbconvert's lab template give no picture an alt text, so the words are the plain text of the output too.
-        width = int.from_bytes(self.png[16:20], "big") * PIXELS // DPI
-        data = {"image/png": base64.b64encode(self.png).decode(), "text/plain": str(self)}
-        return data, {"image/png": {"alt": str(self), "width": width}}
-
-    def __str__(self):
-        return f"{self.text} {self.provenance['label']}."
-
-    def save(self, path):
-        """Write the picture to `path` (PNG) and return the path."""
-        Path(path).write_bytes(self.png)
-        return Path(path)
+from labkit.charts.canvas import (BLUE, CLOCKS, DPI, FIXED, INK, ORANGE, PALE, QUIET, SERIES, WORDS, binary_ticks, blank, few,
+                                  finish, label_ends, looks_of, require, say, scale, time, words)
 
 
 def compare(table, title=None):
     """Draw the CPU, GPU and wall time of each row (`name`) as grouped bars with intervals, and the speedup."""
-    _require(table, "name", *CLOCKS)
-    _few(table)
-    figure, axes = _figure(0.9 + 1.15 * len(table))
+    require(table, "name", *CLOCKS)
+    few(table)
+    figure, axes = blank(0.9 + 1.15 * len(table))
     drawn, said = [], []
     for top, (_, row) in zip(np.arange(len(table)) * 4.3, table.iterrows()):
         axes.text(0, top - 0.75, row["name"], weight="bold", va="center", color=INK)
@@ -75,34 +31,34 @@ def compare(table, title=None):
                  f"({row.speedup_low:.2f} to {row.speedup_high:.2f})")
         said.append(f"By wall time, {speed}.")
         axes.set_title(speed, loc="left", fontsize=10, color=INK)
-    return _chart(figure, table, title or "Where the time of one call goes", said)
+    return finish(figure, table, title or "Where the time of one call goes", said)
 
 
 def bars(table, label, value, by=None, title=None, value_label=None):
     """Draw one bar a row, in the table's order; `by` names a column that colours and marks them."""
-    _require(table, label, value, *filter(None, [by]))
-    _few(table)
-    figure, axes = _figure(1.1 + 0.34 * len(table))
-    looks = _looks(table[by].unique()) if by else {}
-    value_label, drawn = value_label or _words(value), []
+    require(table, label, value, *filter(None, [by]))
+    few(table)
+    figure, axes = blank(1.1 + 0.34 * len(table))
+    looks = looks_of(table[by].unique()) if by else {}
+    value_label, drawn = value_label or words(value), []
     for place, (_, row) in enumerate(table.iterrows()):
         colour, note = (looks[row[by]][0], f"   {row[by]}") if by else (BLUE, "")
-        drawn.append((place, row[label], row, value, colour, _say(row[value], value) + note))
+        drawn.append((place, row[label], row, value, colour, say(row[value], value) + note))
     _bars(axes, drawn, value_label)
-    names = [f"{name} ({_say(size, value)})" for name, size in zip(table[label], table[value])]
+    names = [f"{name} ({say(size, value)})" for name, size in zip(table[label], table[value])]
     said = [f"{len(names)} bars: {', '.join(names)}.", f"The longest is {names[table[value].to_numpy().argmax()]}."]
-    return _chart(figure, table, title or value_label, said)
+    return finish(figure, table, title or value_label, said)
 
 
 def outcomes(table, group, result, what="rows", title=None):
     """Draw how the rows (`what` they are) of each group came out, as stacked bars; most of the rarer outcomes first."""
-    _require(table, group, result)
+    require(table, group, result)
     counts = pd.crosstab(table[group].fillna("none").astype(str), table[result].fillna("none").astype(str))
     if len(counts.columns) > len(SERIES):
         raise ValueError(f"{result!r} has {len(counts.columns)} different values, and this chart shows up to {len(SERIES)}")
     counts = counts[counts.sum().sort_values(ascending=False).index]
     counts = counts.sort_values([*counts.columns[1:], counts.columns[0]], ascending=False)
-    figure, axes = _figure(1.3 + 0.3 * len(counts))
+    figure, axes = blank(1.3 + 0.3 * len(counts))
     start, hatches = np.zeros(len(counts)), ("", "///", "xx", "..", "\\\\", "++", "--")
     for (name, column), (colour, _), hatch in zip(counts.items(), SERIES, hatches):
         axes.barh(counts.index, column, 0.72, start, color=to_rgba(colour, 0.85), hatch=hatch, edgecolor="white", label=name)
@@ -114,78 +70,78 @@ def outcomes(table, group, result, what="rows", title=None):
     axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK)
     said = [f"{len(table)} {what}: " + ", ".join(f"{count} {name}" for name, count in counts.sum().items()) + "."]
     said += [f"{name}: " + ", ".join(f"{n} {how}" for how, n in row.items() if n) + "." for name, row in counts.iterrows()]
-    return _chart(figure, table, title or f"{result} by {group}", said)
+    return finish(figure, table, title or f"{result} by {group}", said)
 
 
 def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_label=None, y_label=None):
     """Draw `y` (a column or several) against `x`, a line for each value of `by`, with intervals if any."""
     columns = [y] if isinstance(y, str) else list(y)
-    _require(table, x, *columns, *filter(None, [by]))
+    require(table, x, *columns, *filter(None, [by]))
     curves = dict(_curves(table, x, columns, by))
-    figure, axes = _figure(3.6)
-    looks = _looks(list(curves))
+    figure, axes = blank(3.6)
+    looks = looks_of(list(curves))
     for name, curve in curves.items():
         colour, marker = looks[name]
         axes.plot(curve.x, curve.y, color=colour, marker=marker, markersize=5, linewidth=1.8, zorder=3)
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
-    _scale(axes.xaxis, "x" in log, x, table[x])
-    _scale(axes.yaxis, "y" in log, columns[0], pd.concat([table[column] for column in columns]))
-    x_label, y_label = x_label or _words(x), y_label or (_words(y) if isinstance(y, str) else "time of one call")
+    scale(axes.xaxis, "x" in log, x, table[x])
+    scale(axes.yaxis, "y" in log, columns[0], pd.concat([table[column] for column in columns]))
+    x_label, y_label = x_label or words(x), y_label or (words(y) if isinstance(y, str) else "time of one call")
     axes.set(xlabel=x_label, ylabel=y_label)
-    said = [f"{name}: {_say(curve.y.iloc[0], columns[0])} at {x_label} {_say(curve.x.iloc[0], x)}, "
-            f"{_say(curve.y.iloc[-1], columns[0])} at {_say(curve.x.iloc[-1], x)}." for name, curve in curves.items()]
+    said = [f"{name}: {say(curve.y.iloc[0], columns[0])} at {x_label} {say(curve.x.iloc[0], x)}, "
+            f"{say(curve.y.iloc[-1], columns[0])} at {say(curve.x.iloc[-1], x)}." for name, curve in curves.items()]
     said += [_mark_crossing(axes, x, x_label, curves)] if crossing else []
     if len(curves) > 1:
-        _label_ends(axes, curves, looks)
-    return _chart(figure, table, title or f"{y_label}, against {x_label}", said)
+        label_ends(axes, curves, looks)
+    return finish(figure, table, title or f"{y_label}, against {x_label}", said)
 
 
-def timeline(table, window_us=None, title=None):
+def timeline(table, window_us=None, title=None, dpi=DPI):
     """Draw when the CPU launches and when the GPU works; `window_us` zooms in on that long a start."""
-    _require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
+    require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
     parts = list(table.groupby("how", sort=False)) if "how" in table else [("", table)]
-    figure, *all_axes = _figure(0.9 + 1.35 * len(parts), len(parts))
+    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.07, 0.62, 0.53, 0.36), dpi)
     ends, said = zip(*(_lanes(axes, *part, window_us or np.inf) for part, axes in zip(parts, all_axes)))
     window_us = window_us or max(ends)
     all_axes[-1].set(xlim=(0, window_us), xlabel="time since the first launch (µs); grey: the GPU has nothing to do")
     said += (f"The picture shows the first {time(window_us)}; where the lower lane is grey, no kernel works.",)
-    return _chart(figure, table, title or "One step, CPU above and GPU below, on one clock", said)
+    return finish(figure, table, title or "One step, CPU above and GPU below, on one clock", said)
 
 
 def durations(table, title=None):
     """Draw how long the kernels of one step work, as a histogram over GPU time (microseconds, log scale)."""
-    _require(table, "name", "gpu_us")
+    require(table, "name", "gpu_us")
     if "how" in table:  # a graph replays the same kernels: counting them twice would say nothing new
         table = table[table["how"] == table["how"].iloc[0]]
     times = table[~_copies(table) & (table["gpu_us"] > 0)]["gpu_us"]
     if times.empty:
         raise ValueError("the table has no kernels, so there is nothing to draw")
-    figure, axes = _figure(3.0)
+    figure, axes = blank(3.0)
     median = times.median()
     edges = np.geomspace(times.min() * 0.8, times.max() * 1.25, 25)
     axes.hist(times, edges, color=BLUE, edgecolor="white", linewidth=0.6)
     axes.axvline(median, color=INK, linewidth=1.6, linestyle="--")
     axes.text(median, 1.02, f"median {time(median)}", transform=axes.get_xaxis_transform(), ha="center", color=INK)
-    _scale(axes.xaxis, True, "gpu_us", edges)
+    scale(axes.xaxis, True, "gpu_us", edges)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set(xlabel="GPU time of one kernel", ylabel="kernels")
     said = [f"{len(times)} kernels work for {time(times.min())} to {time(times.max())} each.",
             f"Half of them take less than {time(median)}, and {(times < 10).sum()} take less than 10 µs."]
-    return _chart(figure, table, title or "How long each kernel of the step works", said)
+    return finish(figure, table, title or "How long each kernel of the step works", said)
 
 
 def graph_drawing(table, limit=40, title=None):
     """Draw the first `limit` nodes of a graph as boxes, each after those it waits for; long chains wrap into rows."""
-    _require(table, "node", "kind", "name", "after")
+    require(table, "node", "kind", "name", "after")
     nodes, level = table.set_index("node"), {}
     for node in TopologicalSorter(nodes["after"].to_dict()).static_order():
         level[node] = 1 + max((level[other] for other in nodes["after"][node]), default=-1)
     shown = sorted(level, key=lambda node: (level[node], node))[:limit]
     spots, height = _spots({node: level[node] for node in shown})
-    figure, axes = _figure(0.75 + 0.6 * height)
+    figure, axes = blank(0.75 + 0.6 * height)
     for node, (column, row) in spots.items():
         kind, middle = nodes["kind"][node], {"fontsize": 5.5, "ha": "center", "va": "center", "zorder": 4}
-        colour = _looks([kind])[kind][0]
+        colour = looks_of([kind])[kind][0]
         axes.add_patch(FancyBboxPatch((column, row), 0.8, 0.72, boxstyle="round,pad=0,rounding_size=0.07", zorder=3,
                                       facecolor=to_rgba(colour, 0.15), edgecolor=colour, linewidth=1.2))
         lines = textwrap.wrap(nodes["name"][node].replace("_", "_ "), 13, max_lines=2, placeholder="…")
@@ -201,78 +157,7 @@ def graph_drawing(table, limit=40, title=None):
             f"The longest chain has {longest} of the nodes."]
     if len(level) > limit:
         said, title = [*said, f"The picture shows the first {limit}."], f"{title}: the first {limit} nodes"
-    return _chart(figure, table, title, said)
-
-
-def _figure(height, rows=1):
-    figure = Figure(figsize=(7, height), dpi=DPI, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
-    for axes in np.atleast_1d(figure.subplots(rows, sharex=True)):
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color("#BBBBBB")
-        axes.tick_params(colors=QUIET, labelsize=9)
-        for label in (axes.xaxis.label, axes.yaxis.label):
-            label.set(color=QUIET, fontsize=9)
-    return figure, *figure.axes
-
-
-def _chart(figure, table, title, said):
-    provenance, drawn, png = table.attrs["provenance"], io.BytesIO(), io.BytesIO()
-    figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=11.5, weight="bold", color=INK)
-    figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)  # a $ in a name is a $
-    figure.savefig(drawn)
-    picture = Image.open(drawn).convert("RGB")
-    picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(png, "png")  # a third of the bytes
-    return Chart(png.getvalue(), " ".join(said), provenance)
-
-
-def _require(table, *columns):
-    if "provenance" not in table.attrs:
-        raise ValueError("this table does not say where its numbers come from (attrs['provenance']), so it is not "
-                         "drawn: use a table that labkit.experiments returned")
-    for column in columns:
-        if column not in table:
-            raise ValueError(f"this chart needs the column {column!r}; the table has: {', '.join(table.columns)}")
-        numbers = pd.api.types.is_numeric_dtype(table[column])
-        if numbers and not np.isfinite(table[column].astype(float)).all():
-            raise ValueError(f"the column {column!r} has values that are no numbers: leave those rows out")
-    if table.empty:
-        raise ValueError("the table has no rows, so there is nothing to draw")
-
-
-def _few(table, most=100):
-    if len(table) > most:
-        raise ValueError(f"the table has {len(table):,} rows, and bars show up to {most}: pick some of them")
-
-
-def time(us):
-    """Write microseconds in the unit a person would use, to three figures."""
-    size, unit = (1, "µs") if abs(us) < 999.5 else (1e3, "ms") if abs(us) < 999.5e3 else (1e6, "s")
-    return f"{float(f'{us / size:.3g}'):g} {unit}"
-
-
-def _say(value, column):
-    """Write a value in the unit its column's name ends with."""
-    if column.endswith("_us"):
-        return time(value)
-    if column.endswith("share"):
-        return f"{value:.0%}"
-    if column.endswith("bytes"):
-        return f"{value / 2**20:.3g} MiB"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _words(column):
-    """Say a column's name in plain words, without its unit."""
-    return WORDS.get(column) or re.sub("_(us|s|bytes)$", "", column).replace("_", " ")
-
-
-def _looks(names):
-    """Give every name its colour and marker: always the same ones where the name has a meaning of its own."""
-    free = iter([look for look in SERIES if look not in [FIXED.get(name) for name in names]] * (1 + len(names) // 3))
-    return {name: FIXED.get(name) or next(free) for name in names}
+    return finish(figure, table, title, said)
 
 
 def _bars(axes, drawn, label):
@@ -286,34 +171,9 @@ def _bars(axes, drawn, label):
     axes.set_yticks([place for place, *_ in drawn], [name for _, name, *_ in drawn], color=INK)
     axes.tick_params(axis="y", left=False)
     axes.set(xlim=(0, axes.dataLim.xmax * 1.28), ylim=(drawn[-1][0] + 0.6, -0.6), xlabel=label)
-    axes.xaxis.set_major_formatter(lambda v, _: _say(v, column))
+    axes.xaxis.set_major_formatter(lambda v, _: say(v, column))
     if column.endswith("bytes"):
-        _binary_ticks(axes.xaxis, axes.get_xlim()[1])
-
-
-def _binary_ticks(axis, most):
-    """Set ticks at round numbers of MiB, from 0 to `most` bytes."""
-    axis.set_major_locator(FixedLocator(MaxNLocator(5).tick_values(0, most / 2**20) * 2**20))
-
-
-def _scale(axis, log, column, values):
-    """Give an axis its scale and tick labels with units; ticks stand at the measured points where those are few."""
-    points = places = np.unique(values)
-    if log and points[0] > 0:
-        places, decades = np.log(points), np.log10(points[-1] / points[0])
-        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-        subs = (1,) if decades > 2.5 else (1, 2, 5) if decades > 0.9 else (1, 1.5, 2, 3, 5, 7)
-        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
-        axis.set_minor_locator(NullLocator())
-    elif column.endswith("bytes"):
-        _binary_ticks(axis, points[-1])
-    elif column.endswith("share"):
-        axis.axes.set(**{f"{axis.axis_name}lim": (0, 1)})
-    axis.set_major_formatter(lambda v, _: _say(v, column))
-    if axis.axis_name == "y":
-        axis.axes.grid(axis="y", color=PALE, zorder=0)
-    elif 1 < len(points) < 10 and np.diff(places).min() > 0.07 * np.ptp(places):
-        axis.set_major_locator(FixedLocator(points))
+        binary_ticks(axes.xaxis, axes.get_xlim()[1])
 
 
 def _curves(table, x, columns, by):
@@ -321,22 +181,9 @@ def _curves(table, x, columns, by):
     for key, part in table.groupby(by, sort=False) if by else [("", table)]:
         part = part.sort_values(x)
         for column in columns:
-            name = " ".join(filter(None, (str(key), _words(column) if len(columns) > 1 or not by else "")))
+            name = " ".join(filter(None, (str(key), words(column) if len(columns) > 1 or not by else "")))
             yield name, pd.DataFrame({"x": part[x], "y": part[column], "low": part.get(column + "_low", part[column]),
                                       "high": part.get(column + "_high", part[column])})
-
-
-def _label_ends(axes, curves, looks, gap=0.075):
-    """Write each line's name at its right end, moved up or down so that no two names touch."""
-    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-    ends = {name: curve[["x", "y"]].iloc[-1].to_numpy() for name, curve in curves.items()}
-    to_height = axes.transData + axes.transAxes.inverted()
-    names = sorted(ends, key=lambda name: to_height.transform(ends[name])[1])
-    steps = gap * np.arange(len(names))
-    free = np.maximum.accumulate([to_height.transform(ends[name])[1] for name in names] - steps)
-    for name, height in zip(names, np.minimum(free, 1 - steps[-1]) + steps):
-        axes.annotate(name, ends[name], (1.03, height), textcoords="axes fraction", va="center", fontsize=9,
-                      color=INK, arrowprops={"arrowstyle": "-", "color": looks[name][0], "linestyle": ":"})
 
 
 def _mark_crossing(axes, x, x_label, curves):
@@ -350,8 +197,8 @@ def _mark_crossing(axes, x, x_label, curves):
     around = slice(turns[-1], turns[-1] + 2)
     meet = np.exp(np.interp(0, *zip(*sorted(zip(gap[around], places[around])))))
     axes.axvline(meet, color=QUIET, linewidth=1.2, linestyle=":")
-    axes.text(meet, 1, f"equal near {_say(meet, x)}", transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
-    return f"The two are equal near {x_label} {_say(meet, x)}."
+    axes.text(meet, 1, f"equal near {say(meet, x)}", transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
+    return f"The two are equal near {x_label} {say(meet, x)}."
 
 
 def _copies(table):

@@ -1,0 +1,201 @@
+"""What all charts share: the empty figure, its looks and scales, and the finished Chart."""
+
+import base64
+import io
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
+from matplotlib.transforms import blended_transform_factory as mixed
+from PIL import Image
+
+BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY = (  # Okabe and Ito: told apart by every kind of colour vision
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#858585")
+INK, QUIET, PALE = "#222222", "#666666", "#E6E6E6"
+SERIES = tuple(zip((BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, GREY), "os^DvPX"))
+CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
+WORDS = {"enqueue_us": "CPU, until it returns", "gpu_us": "GPU, working", "wall_us": "wall, start to finish",
+         "eager_wall_us": "eager", "graph_wall_us": "graph", "padded_wall_us": "padded", "cost_us": "CPU time of one call",
+         "saving_us": "saved, measured", "predicted_saving_us": "saved, predicted",
+         "idle_share": "share of the time the GPU is idle", "nodes": "nodes in the graph",
+         "size": "matrix size (rows and columns)", "batch": "batch size"}
+FIXED = {name: look for look, names in {  # the same thing has the same look in every chart
+    (ORANGE, "s"): ("enqueue_us", WORDS["enqueue_us"], "eager", "torch", "memcpy"),
+    (BLUE, "o"): ("gpu_us", WORDS["gpu_us"], "graph", "driver", "kernel"),
+    (GREY, "D"): ("wall_us", WORDS["wall_us"]), (GREEN, "^"): ("memset",)}.items() for name in names}
+PIXELS, DPI = 110, 165  # pixels an inch as shown, and as drawn, so that a sharp screen gets a sharp picture
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawn chart: its picture (PNG bytes), what it shows in words, and where its numbers come from."""
+    png: bytes = field(repr=False)
+    text: str
+    provenance: dict
+    dpi: int = DPI
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        # The alt text stands where nbconvert's classic template, nbsphinx and others look for it. JupyterLab 4.6 and
+        # nbconvert's lab template give no picture an alt text, so the words are the plain text of the output too.
+        width = int.from_bytes(self.png[16:20], "big") * PIXELS // self.dpi
+        data = {"image/png": base64.b64encode(self.png).decode(), "text/plain": str(self)}
+        return data, {"image/png": {"alt": str(self), "width": width}}
+
+    def __str__(self):
+        return f"{self.text} {self.provenance['label']}."
+
+    def save(self, path):
+        """Write the picture to `path` (PNG) and return the path."""
+        Path(path).write_bytes(self.png)
+        return Path(path)
+
+
+def blank(height, rows=1, margins=None, dpi=DPI):
+    """Return an empty figure and its axes.
+
+    With margins (left, right, bottom, top, between, in inches) nothing looks for a layout, and the last such figure is
+    emptied and used again: both make drawing twice as fast, for charts under sliders.
+    """
+    if margins and (height, rows, margins, dpi) in _KEPT:
+        return _emptied(*_KEPT[height, rows, margins, dpi])
+    figure = Figure(figsize=(7, height), dpi=dpi, layout=None if margins else "constrained")
+    FigureCanvasAgg(figure)
+    if margins:
+        left, right, bottom, top, between = margins
+        each = (height - bottom - top - between * (rows - 1)) / rows
+        figure.subplots_adjust(left / 7, bottom / height, 1 - right / 7, 1 - top / height, hspace=between / each)
+    else:
+        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+    for axes in np.atleast_1d(figure.subplots(rows, sharex=True)):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color("#BBBBBB")
+        axes.tick_params(colors=QUIET, labelsize=9)
+        for label in (axes.xaxis.label, axes.yaxis.label):
+            label.set(color=QUIET, fontsize=9)
+    if margins:
+        _KEPT[height, rows, margins, dpi] = (figure, *figure.axes)
+        for axes in figure.axes:  # where titles and labels stand is known, too
+            axes.set_title("", loc="left", y=1 + 0.08 / each)
+            axes.yaxis.set_label_coords(0.14 / 7, 0.5, mixed(figure.transFigure, axes.transAxes))
+            axes.xaxis.set_label_coords(0.5, 0.34 / height, mixed(axes.transAxes, figure.transFigure))
+            axes.xaxis.set_visible(axes is figure.axes[-1])
+    return figure, *figure.axes
+
+
+_KEPT = {}
+
+
+def _emptied(figure, *every):
+    """Take all that was drawn out of a figure; its ticks stay, and making those is what takes long."""
+    for axes in every:
+        for artist in (*axes.lines, *axes.collections, *axes.texts, *axes.patches):
+            artist.remove()
+        axes.dataLim, axes.ignore_existing_data_limits = Bbox.null(), True
+        axes.set_autoscale_on(True)
+        axes.set(xscale="linear", yscale="linear", xlabel="", ylabel="")
+        axes.set_title("", loc="left", y=axes._left_title.get_position()[1])
+    return figure, *every
+
+
+def finish(figure, table, title, said):
+    provenance, png = table.attrs["provenance"], io.BytesIO()
+    figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=11.5, weight="bold", color=INK)
+    figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a $ in a name is a $
+    figure.canvas.draw()
+    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3])
+    picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(png, "png")  # a third of the bytes
+    return Chart(png.getvalue(), " ".join(said), provenance, int(figure.dpi))
+
+
+def require(table, *columns):
+    if "provenance" not in table.attrs:
+        raise ValueError("this table does not say where its numbers come from (attrs['provenance']), so it is not "
+                         "drawn: use a table that labkit.experiments returned")
+    for column in columns:
+        if column not in table:
+            raise ValueError(f"this chart needs the column {column!r}; the table has: {', '.join(table.columns)}")
+        numbers = pd.api.types.is_numeric_dtype(table[column])
+        if numbers and not np.isfinite(table[column].astype(float)).all():
+            raise ValueError(f"the column {column!r} has values that are no numbers: leave those rows out")
+    if table.empty:
+        raise ValueError("the table has no rows, so there is nothing to draw")
+
+
+def few(table, most=100):
+    if len(table) > most:
+        raise ValueError(f"the table has {len(table):,} rows, and bars show up to {most}: pick some of them")
+
+
+def time(us):
+    """Write microseconds in the unit a person would use, to three figures."""
+    size, unit = (1, "µs") if abs(us) < 999.5 else (1e3, "ms") if abs(us) < 999.5e3 else (1e6, "s")
+    return f"{float(f'{us / size:.3g}'):g} {unit}"
+
+
+def say(value, column):
+    """Write a value in the unit its column's name ends with."""
+    if column.endswith("_us"):
+        return time(value)
+    if column.endswith("share"):
+        return f"{value:.0%}"
+    if column.endswith("bytes"):
+        return f"{value / 2**20:.3g} MiB"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def words(column):
+    """Say a column's name in plain words, without its unit."""
+    return WORDS.get(column) or re.sub("_(us|s|bytes)$", "", column).replace("_", " ")
+
+
+def looks_of(names):
+    """Give every name its colour and marker: always the same ones where the name has a meaning of its own."""
+    free = iter([look for look in SERIES if look not in [FIXED.get(name) for name in names]] * (1 + len(names) // 3))
+    return {name: FIXED.get(name) or next(free) for name in names}
+
+
+def binary_ticks(axis, most):
+    """Set ticks at round numbers of MiB, from 0 to `most` bytes."""
+    axis.set_major_locator(FixedLocator(MaxNLocator(5).tick_values(0, most / 2**20) * 2**20))
+
+
+def scale(axis, log, column, values):
+    """Give an axis its scale and tick labels with units; ticks stand at the measured points where those are few."""
+    points = places = np.unique(values)
+    if log and points[0] > 0:
+        places, decades = np.log(points), np.log10(points[-1] / points[0])
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        subs = (1,) if decades > 2.5 else (1, 2, 5) if decades > 0.9 else (1, 1.5, 2, 3, 5, 7)
+        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        axis.set_minor_locator(NullLocator())
+    elif column.endswith("bytes"):
+        binary_ticks(axis, points[-1])
+    elif column.endswith("share"):
+        axis.axes.set(**{f"{axis.axis_name}lim": (0, 1)})
+    axis.set_major_formatter(lambda v, _: say(v, column))
+    if axis.axis_name == "y":
+        axis.axes.grid(axis="y", color=PALE, zorder=0)
+    elif 1 < len(points) < 10 and np.diff(places).min() > 0.07 * np.ptp(places):
+        axis.set_major_locator(FixedLocator(points))
+
+
+def label_ends(axes, curves, looks, gap=0.075, leaders=True):
+    """Write each line's name at its right end, moved up or down so that no two names touch, with leaders to the ends."""
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
+    ends = {name: curve[["x", "y"]].iloc[-1].to_numpy() for name, curve in curves.items()}
+    to_height = axes.transData + axes.transAxes.inverted()
+    names = sorted(ends, key=lambda name: to_height.transform(ends[name])[1])
+    steps = gap * np.arange(len(names))
+    free = np.maximum.accumulate([to_height.transform(ends[name])[1] for name in names] - steps)
+    for name, height in zip(names, np.minimum(free, 1 - steps[-1]) + steps):
+        axes.annotate(name, ends[name], (1.03, height), textcoords="axes fraction", va="center", fontsize=9,
+                      color=INK, arrowprops={"arrowstyle": "-", "color": looks[name][0], "linestyle": ":"} if leaders else None)

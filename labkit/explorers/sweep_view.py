@@ -1,0 +1,129 @@
+"""The batch explorer's widgets: menus, sliders, Measure and Stop over a chart and what it says in words."""
+
+import asyncio
+import base64
+from html import escape
+
+import ipywidgets as widgets
+from IPython.display import display
+
+from labkit import charts, experiments, machine, recordings
+from labkit.explorers.sweep_model import VIEWS, Live, Recorded, SweepModel
+
+LABELS = {"model": "model", "layers": "layers", "width": "width", "length": "length", "precision": "precision",
+          "batch": "batch", "range": "batches", "gpu": "GPU", "view": "view"}
+SHOWN = {**charts.MODELS, "speedup": "time and speedup", "timeline": "timeline of one step", "roofline": "roofline"}
+_RUNNING = set()  # asyncio keeps no task alive by itself
+
+
+def explore(sources=None, still=True, **wishes):
+    """Show the explorer over what is recorded, and what can be measured here; below it (still) a picture and the summary."""
+    model = SweepModel(sources or at_hand(), **wishes)
+    bundle = view(model)._repr_mimebundle_()
+    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
+    display({**data, "text/plain": model.summary}, *metadata, raw=True)
+    if still and isinstance(chart := model.chart(), charts.Chart):
+        display(chart)
+
+
+def at_hand():
+    """Return the sources that this machine offers, {name: source}: measuring here first, then each recorded GPU."""
+    names = {model: f"sweep_{model}" for model in charts.MODELS}
+    slugs = sorted({slug for name in names.values() for slug in recordings.available(name)},
+                   key=lambda slug: (slug != recordings.chosen(), slug))
+    found = {"measure here": Live(constants=_constants, ceilings=experiments.EXPERIMENTS["ceilings"])} if machine.mode().live else {}
+    for slug in slugs:
+        tables = {model: _recorded(name, slug) for model, name in names.items() if slug in recordings.available(name)}
+        gpu = next(iter(tables.values())).attrs["provenance"]["gpu"]
+        if slug in recordings.available("launch_constants"):
+            from labkit import launch_model
+            constants = launch_model.fit(_recorded("launch_constants", slug))
+            tables = {model: launch_model.add_predictions(table, constants) for model, table in tables.items()}
+        ceilings = _recorded("ceilings", slug) if slug in recordings.available("ceilings") else None
+        found[gpu] = Recorded(tables, ceilings)
+    return found
+
+
+def _recorded(name, slug):
+    return recordings.recorded(name, experiments.EXPERIMENTS[name].source, slug)
+
+
+def _constants():
+    from labkit import launch_model
+    return launch_model.fit(experiments.EXPERIMENTS["launch_constants"]())
+
+
+def view(model):
+    """Make the widgets of a model; each carries a CSS class labkit-<name>."""
+    style = {"description_width": "6em"}
+    made = {name: (widgets.Dropdown if name in ("gpu", "model", "precision", "view") else widgets.SelectionSlider)(
+        options=_options(model, name), value=getattr(model, name), description=LABELS[name], style=style, layout={"width": "30em"})
+        for name in LABELS if name != "range"}
+    made["range"] = widgets.SelectionRangeSlider(options=model.options("lowest"), value=(model.lowest, model.highest),
+                                                 description=LABELS["range"], style=style, layout={"width": "30em"})
+    buttons = {name: widgets.Button(description=name.capitalize(), tooltip=words) for name, words in (
+        ("measure", "measure this curve, or play its recording back"), ("stop", "end the sweep and keep its points"))}
+    said = {name: widgets.HTML() for name in ("status", "note", "chart", "summary")}
+    for name, widget in {**made, **buttons, **said}.items():
+        widget.add_class(f"labkit-{name}")
+    moving = []
+
+    def moved(change, name):
+        if not moving:
+            for trait, value in zip(("lowest", "highest"), change["new"]) if name == "range" else ((name, change["new"]),):
+                setattr(model, trait, value)
+
+    def show(_=None):
+        moving.append(True)
+        for name, widget in made.items():
+            options = _options(model, "lowest" if name == "range" else name)
+            value = (model.lowest, model.highest) if name == "range" else getattr(model, name)
+            if widget.options != options:
+                widget.options = options
+            if widget.value != value:
+                widget.value = value
+        made["length"].layout.display = "none" if model.options("length") == (1,) else None
+        moving.clear()
+        said["note"].value, said["summary"].value = escape(model.note), f"<p>{escape(model.summary)}</p>"
+        said["chart"].value = _picture(model.chart())
+
+    def tell(_=None):
+        said["status"].value = f'<span role="status">{escape(model.status)}</span>'
+        buttons["measure"].disabled, buttons["stop"].disabled = model.busy, not model.busy
+
+    for name, widget in made.items():
+        widget.observe(lambda change, name=name: moved(change, name), names="value")
+    model.observe(show, names="shown")
+    model.observe(tell, names=["status", "busy"])
+    buttons["measure"].on_click(lambda _: _start(model.measure()))
+    buttons["stop"].on_click(lambda _: model.stop())
+    show(), tell()
+    made["gpu"].layout.display = None if len(model.sources) > 1 else "none"
+    columns = [widgets.VBox([made[n] for n in names]) for names in (("gpu", "model", "precision", "view"),
+                                                                    ("layers", "width", "length", "range", "batch"))]
+    row = widgets.Layout(flex_flow="row wrap", align_items="center")
+    return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), said["note"],
+                         widgets.HBox([*buttons.values(), said["status"]], layout=row), said["chart"], said["summary"]])
+
+
+def _options(model, name):
+    """Return what a menu or slider offers; menus show words."""
+    if name == "view":
+        return tuple((SHOWN[v], v) for v in VIEWS)
+    options = model.options(name)
+    return tuple((SHOWN[o], o) for o in options) if name == "model" else options
+
+
+def _start(measuring):
+    task = asyncio.ensure_future(measuring)
+    _RUNNING.add(task)
+    task.add_done_callback(_RUNNING.discard)
+
+
+def _picture(chart):
+    """Write a chart as a picture with its words for those who cannot see it, or a sentence where there is none."""
+    if isinstance(chart, str):
+        return f'<p style="min-height:8em">{escape(chart)}</p>'
+    data = base64.b64encode(chart.png).decode()
+    return (f'<img decoding="sync" style="max-width:100%;width:{7 * charts.PIXELS}px" alt="{escape(str(chart))}" '
+            f'src="data:image/png;base64,{data}">')
