@@ -70,7 +70,19 @@ def operations(**captured):  # by name, with _ for a blank; what is not named is
                   for name, ok in (real | captured).items()])
 
 
+def sweep(*kept, deeper=900.0):  # the speedup is 5 at batch 1 to 4; the share of that gain which each model keeps at batch 32
+    curve = {"width": 64, "length": 1, "precision": "float16"}
+    rows = [{**curve, "model": f"{i}", "layers": layers, "batch": batch, "skipped": "", "speedup": 1 + gain,
+             "eager_wall_us": saved + 100, "graph_wall_us": 100.0} for i, part in enumerate(kept)
+            for layers, saved in ((6, 400.0), (24, deeper)) for batch, gain in ((1, 4), (4, 4), (32, 4 * part), (512, 0.0))]
+    flat = {**rows[0], "model": "gains nothing", "speedup": 1.05}
+    return table([*rows, flat, {**flat, "batch": 32}, {**flat, "batch": 64, "skipped": "out of memory", "speedup": None}])
+
+
 @pytest.mark.parametrize("id, made, verdict", [
+    ("when", sweep(*[0.5] * 9, 1.0), HOLDS), ("when", sweep(*[0.5] * 8, 1.0, 1.0), LIMITS),
+    ("when", sweep(0.5, 0.1, deeper=400.0), LIMITS), ("when", sweep(0.9, 0.9, 1.0, 1.1), LIMITS),
+    ("when", sweep(0.9, 0.91, 1.0), FAILS),
     ("limit-1", wrong_shape("[5, 5]", False), HOLDS), ("limit-1", wrong_shape("refused", True), HOLDS),
     ("limit-1", wrong_shape("an error", False), FAILS),
     ("limit-2", operations(), LIMITS), ("limit-2", operations(if_on_a_shape=False), HOLDS),
@@ -123,7 +135,7 @@ def test_every_claim_is_judged_above():
 
 def test_an_overlap_of_bounds_and_words():
     for claim in claims.CLAIMS.values():
-        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20", "30", "31") and claim.experiment in experiments.EXPERIMENTS
+        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20", "30", "31", "40") and claim.experiment in experiments.EXPERIMENTS
 
 
 def test_without_its_table_a_claim_is_not_measured():
