@@ -197,8 +197,8 @@ def live_or_recorded(experiment, params, measure, source):
     `measure` returns rows (dicts); a row's "samples" stay out of the table. Without a GPU, or where LABKIT_TABLES is
     "recorded", it is the recording, and `params` must be the recorded ones (RecordingError otherwise).
     """
-    if machine.mode().live and os.environ.get("LABKIT_TABLES") != "recorded":
-        return _table(measure(), provenance(experiment))
+    if tables_are_live():
+        return table(measure(), provenance(experiment))
     document = load(experiment)
     if json.loads(json.dumps(params)) != document["params"]:
         raise RecordingError(f"{experiment} was recorded with {document['params']}, not with {params}; "
@@ -209,14 +209,20 @@ def live_or_recorded(experiment, params, measure, source):
 def recorded(experiment, source, gpu=None):
     """Return the recorded table of an experiment, also where labs run live, and of any GPU (a slug) that has one."""
     document = load(experiment, gpu)
-    return _table(document["rows"], provenance(experiment, document, document["code_hash"] != code_hash(source)))
+    return table(document["rows"], provenance(experiment, document, document["code_hash"] != code_hash(source)))
 
 
-def _table(rows, told):
+def tables_are_live():
+    """Say whether tables are measured: labs run LIVE, and LABKIT_TABLES is not "recorded"."""
+    return machine.mode().live and os.environ.get("LABKIT_TABLES") != "recorded"
+
+
+def table(rows, told):
+    """Return rows (dicts) as a table without their raw samples, with `told`, its provenance, in attrs."""
     import pandas
-    table = pandas.DataFrame([{k: v for k, v in row.items() if k != "samples"} for row in rows])
-    table.attrs["provenance"] = told
-    return table
+    made = pandas.DataFrame([{k: v for k, v in row.items() if k != "samples"} for row in rows])
+    made.attrs["provenance"] = told
+    return made
 
 
 def cell_key(source):

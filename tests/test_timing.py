@@ -113,3 +113,34 @@ def test_without_a_place_for_the_lock_measuring_goes_on(own_lock, monkeypatch):
     with pytest.warns(UserWarning, match="measuring without a lock"), timing._gpu_to_ourselves():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_rounds_go_through_all_cores_and_leave_the_thread_free(monkeypatch):
+    moves = []
+    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: {3, 5, 8, 9}, raising=False)
+    monkeypatch.setattr(timing.os, "sched_setaffinity", lambda _, cores: moves.append(set(cores)), raising=False)
+    monkeypatch.setattr(timing, "_fast", lambda cores: sorted(cores - {9}))
+    with pytest.raises(KeyboardInterrupt), timing._core_after_core() as next_core:
+        for _ in range(7):
+            next_core()
+        raise KeyboardInterrupt
+    assert moves[-1] == {3, 5, 8, 9} and len(moves) == 8
+    assert [set.union(*moves[i:i + 3]) for i in (0, 3)] == [{3, 5, 8}] * 2 and all(len(move) == 1 for move in moves[:-1])
+
+
+def test_slow_cores_are_left_out_where_clocks_are_told(monkeypatch):
+    clocks = {0: "5200000", 1: "5000000", 2: "3800000"}
+    monkeypatch.setattr(timing.Path, "read_text", lambda path: clocks[int(path.parts[-3].removeprefix("cpu"))])
+    assert timing._fast({0, 1, 2}) == [0, 1]
+
+    def no_file(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(timing.Path, "read_text", no_file)
+    assert timing._fast({2, 0}) == [0, 2]
+
+
+def test_where_threads_cannot_be_moved_they_stay(monkeypatch):
+    monkeypatch.delattr(timing.os, "sched_setaffinity", raising=False)
+    with timing._core_after_core() as next_core:
+        next_core()

@@ -1,10 +1,15 @@
 """How time depends on batch size, and what it must depend on: the experiments of lab 40. Times are in µs (timing.METHOD)."""
 
-from labkit.experiments.registry import apart, as_pair, cells, experiment, in_child, walls
+import contextlib
+import threading
+
+from labkit import recordings
+from labkit.experiments.registry import EXPERIMENTS, as_pair, cells, experiment, in_child, walls
 
 PRECISIONS, BATCHES = ("float32", "float16", "bfloat16"), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHAINS = (6, 40, 160)  # links of three kernels each
 INPUTS, TRACE = ("model", "layers", "width", "length", "precision"), ("launch_at_us", "launch_us", "start_us", "gpu_us")
+_profiling = threading.Lock()
 
 
 @experiment
@@ -43,15 +48,56 @@ def _sweep(model, curves):
 def sweep_points(model, layers, width, length, precision, batches=BATCHES):
     """Measure a step, eager and as a graph, at one batch after the other: yields a row as soon as it is measured.
 
-    Then a child process profiles them all, and each measured row comes again with its traces. A batch that does not fit has
-    its reason in `skipped`. length: tokens of a transformer step, context of a decode step (gpt2, llama). Raises ValueError
-    for an unknown model, size or precision, NoGPU without a GPU.
+    Then a child process profiles them all, and each measured row comes again with its traces; until then, sentences come.
+    A batch that does not fit has its reason in `skipped`. length: tokens of a transformer step, context of a decode step
+    (gpt2, llama). Raises ValueError for an unknown model, size or precision, NoGPU without a GPU.
     """
     rows = []
+    with _profiling:  # of a sweep that was stopped: it must end first
+        pass
     for row in _measured(batches, model=model, layers=layers, width=width, length=length, precision=precision):
         rows.append(row)
         yield row
-    yield from _traced(row for row in rows if not row["skipped"])
+    found = []
+
+    def profile():
+        with _profiling, contextlib.suppress(RuntimeError):
+            found.extend(_traced(row for row in rows if not row["skipped"]))
+
+    worker = threading.Thread(target=profile, daemon=True)  # beside us, so that who asked can stop meanwhile
+    worker.start()
+    while worker.is_alive():
+        yield "Each point is profiled once, in a process of its own."
+    yield from found
+
+
+def swept(*wanted):
+    """Return the rows of some curves, each (model, layers, width, length, precision): measured here, or as recorded.
+
+    One batch takes one to three seconds. Raises RecordingError for a curve that is not among the recorded ones.
+    """
+    if recordings.tables_are_live():
+        from tqdm import tqdm
+        rows = [row for curve in tqdm(wanted, desc="measuring", unit="curve", leave=False)
+                for row in _measured(BATCHES, **dict(zip(INPUTS, curve)))]
+        return recordings.table(_traced(rows), recordings.provenance("sweep"))
+    rows, _ = recorded_sweeps()
+    keys = list(zip(*(rows[name] for name in INPUTS)))
+    if missing := set(wanted) - set(keys):
+        raise recordings.RecordingError(f"not recorded: {sorted(missing)}; there are: {sorted(set(keys))}")
+    return rows[[key in wanted for key in keys]]
+
+
+def recorded_sweeps():
+    """Return all recorded sweeps as one table, wherever this runs, and the launch constants of the same GPU."""
+    import pandas
+
+    tables = {name: recordings.recorded(name, table.source) for name, table in EXPERIMENTS.items()
+              if name.startswith("sweep_") or name == "launch_constants"}
+    constants = tables.pop("launch_constants")
+    rows = pandas.concat(tables.values(), ignore_index=True)
+    rows.attrs = constants.attrs
+    return rows, constants
 
 
 def _measured(batches, **curve):

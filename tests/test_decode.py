@@ -1,0 +1,52 @@
+"""The decode step: equal to the model's own forward over the whole text, and the same at every call."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from labkit import decode, models  # noqa: E402
+
+
+def small(kind):
+    from transformers import AutoModelForCausalLM
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(models._language_config(kind, 2, 128)).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_step_gives_the_token_that_the_whole_text_gives(kind):
+    model, text = small(kind), torch.randint(1000, (2, 9), generator=torch.Generator().manual_seed(1))
+    step = decode.DecodeStep(model, batch=2, context=9)
+    with torch.inference_mode():
+        wanted = model(text).logits[:, -1].argmax(-1, keepdim=True)
+        step.lengths.zero_()
+        model(input_ids=text[:, :-1], use_cache=True, **{step.keyword: step.cache})  # fills all but the last place
+        assert torch.equal(step(text[:, -1:]), wanted)
+        assert torch.equal(step(text[:, -1:]), wanted)  # rewound by itself
+
+
+def test_a_step_that_does_not_fit_is_refused_with_what_it_needs(monkeypatch):
+    monkeypatch.setattr(models.machine, "free_bytes", lambda: 1 << 20)
+    with pytest.raises(models.TooLarge, match=r"a cache of 512 x 4,096 tokens needs about [\d.]+ GiB; 0.0 GiB"):
+        decode.decode_step(small("gpt2"), batch=512, context=4096)
+
+
+def test_a_step_and_ids_come_together(monkeypatch):
+    monkeypatch.setattr(models.machine, "free_bytes", lambda: 1 << 40)
+    step, ids = decode.decode_step(small("llama"), batch=3, context=16)
+    with torch.inference_mode():
+        assert step(ids).shape == ids.shape == (3, 1)
+        assert len(step.cache.layers) == 2 and step.cache.layers[1].keys.shape == (3, 1, 16, 64)
+
+
+@pytest.mark.parametrize("kind, layers, width, message", [
+    ("gpt3", 2, 128, "no language model is called 'gpt3'; there are: gpt2, llama"), ("gpt2", 0, 128, "1 layer or more"),
+    ("llama", 2, 100, "a width of 64, 128, 192")])
+def test_language_models_that_cannot_be_are_refused(kind, layers, width, message):
+    with pytest.raises(ValueError, match=message):
+        models._language_config(kind, layers, width)
+
+
+def test_llamas_have_the_proportions_of_llama_3():
+    one, eight = (models._language_config("llama", *size) for size in ((16, 2048), (32, 4096)))
+    assert (one.num_attention_heads, one.num_key_value_heads, one.intermediate_size) == (32, 8, 8192)
+    assert (eight.num_attention_heads, eight.num_key_value_heads, eight.intermediate_size) == (32, 8, 14336)
