@@ -30,7 +30,8 @@ METHOD = {
     "warm_up": "at least 3 calls and 0.1 s of each candidate, then rounds",
     "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round, "
               "after one call that does not count",
-    "cores": "each round runs on the next of the CPU cores (those of the highest clock), shuffled, as cores of one machine differ",
+    "cores": "each round runs on the next of the CPU cores, shuffled, on which a loop of Python takes at most 10 % longer than on "
+             "the best: others are slow by nature, or busy with something else",
     "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each "
                  "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians",
     "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) was "
@@ -248,19 +249,25 @@ def _gpu_to_ourselves():
 
 @contextlib.contextmanager
 def _core_after_core():
-    """Give a function that moves this thread to the next CPU core; afterwards it may run where it could before.
+    """Give a function that moves this thread to the next quiet CPU core; afterwards it may run where it could before.
 
-    Processes land on different cores, and what the CPU does can take half as long again on one of them: a run that went
-    through all of them agrees with the next run.
+    Processes land on different cores, and on one that shares its silicon with a neighbour the CPU's part takes half as long
+    again. A core is quiet if a loop of Python takes at most a tenth longer on it than on the best; if none is, the last serves.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield lambda: None
         return
-    allowed, shuffle, turns = os.sched_getaffinity(0), np.random.default_rng(0).permutation, []
+    allowed, shuffle, turns, best = os.sched_getaffinity(0), np.random.default_rng(0).permutation, [], math.inf
 
     def next_core():
-        turns[:] = turns or list(shuffle(_fast(allowed)))
-        os.sched_setaffinity(0, {int(turns.pop())})
+        nonlocal best
+        for _ in allowed:
+            turns[:] = turns or list(shuffle(sorted(allowed)))
+            os.sched_setaffinity(0, {int(turns.pop())})
+            took = min(_loop_ns() for _ in range(3))
+            best = min(best, took)
+            if took <= 1.1 * best:
+                return
 
     try:
         yield next_core
@@ -268,13 +275,12 @@ def _core_after_core():
         os.sched_setaffinity(0, allowed)
 
 
-def _fast(cores):
-    """Return the cores whose highest clock is near the highest of all; all of them where no clock is told."""
-    clocks = {}
-    for core in sorted(cores):
-        with contextlib.suppress(OSError, ValueError):
-            clocks[core] = int(Path(f"/sys/devices/system/cpu/cpu{core}/cpufreq/cpuinfo_max_freq").read_text())
-    return [core for core in sorted(cores) if clocks.get(core, 0) >= 0.9 * max(clocks.values(), default=0)]
+def _loop_ns():
+    """Time a loop that does nothing but keep a CPU core busy."""
+    began = time.perf_counter_ns()
+    for _ in range(5000):
+        pass
+    return time.perf_counter_ns() - began
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """How time depends on batch size, and what it must depend on: the experiments of lab 40. Times are in µs (timing.METHOD)."""
 
-import contextlib
 import threading
 
 from labkit import recordings
@@ -9,7 +8,7 @@ from labkit.experiments.registry import EXPERIMENTS, as_pair, cells, experiment,
 PRECISIONS, BATCHES = ("float32", "float16", "bfloat16"), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHAINS = (6, 40, 160)  # links of three kernels each
 INPUTS, TRACE = ("model", "layers", "width", "length", "precision"), ("launch_at_us", "launch_us", "start_us", "gpu_us")
-_profiling = threading.Lock()
+_at_work = threading.Lock()  # held while something runs beside
 
 
 @experiment
@@ -32,17 +31,14 @@ def sweep_gpt2():
 
 @experiment
 def sweep_llama():
-    """Sweep the batch of a decode step in the shape of Llama 3, with 0.3 and 1.5 billion weights, 128 tokens of context."""
-    return _sweep("llama", [(12, 768, 128), (16, 2048, 128)])
+    """Sweep the batch of a decode step in the shape of Llama 3, with 0.3, 1.5 and 8 billion weights, 128 tokens of context."""
+    return _sweep("llama", [(12, 768, 128), (16, 2048, 128), (32, 4096, 128)])
 
 
-def _sweep(model, curves):
+def _sweep(model, sizes):
     """Return the rows of all batches of all (layers, width, length), in three precisions, with their traces."""
-    from tqdm import tqdm
-
-    bar = tqdm(curves, desc=f"measuring {model}", unit="curve", leave=False)
-    return _traced([row for layers, width, length in bar for precision in PRECISIONS
-                    for row in _measured(BATCHES, model=model, layers=layers, width=width, length=length, precision=precision)])
+    curves = [{"model": model, **dict(zip(INPUTS[1:], (*size, precision)))} for size in sizes for precision in PRECISIONS]
+    return _traced(_in_common_rounds(curves))
 
 
 def sweep_points(model, layers, width, length, precision, batches=BATCHES):
@@ -52,34 +48,46 @@ def sweep_points(model, layers, width, length, precision, batches=BATCHES):
     A batch that does not fit has its reason in `skipped`. length: tokens of a transformer step, context of a decode step
     (gpt2, llama). Raises ValueError for an unknown model, size or precision, NoGPU without a GPU.
     """
-    rows = []
-    with _profiling:  # of a sweep that was stopped: it must end first
-        pass
-    for row in _measured(batches, model=model, layers=layers, width=width, length=length, precision=precision):
-        rows.append(row)
-        yield row
-    found = []
-
-    def profile():
-        with _profiling, contextlib.suppress(RuntimeError):
-            found.extend(_traced(row for row in rows if not row["skipped"]))
-
-    worker = threading.Thread(target=profile, daemon=True)  # beside us, so that who asked can stop meanwhile
-    worker.start()
-    while worker.is_alive():
-        yield "Each point is profiled once, in a process of its own."
-    yield from found
+    while _at_work.locked():
+        yield "Something of the sweep before is still going on."
+    rows, curve = [], dict(zip(INPUTS, (model, layers, width, length, precision)))
+    steps = _steps(**curve)
+    for batch in batches:
+        rows.append(curve | {"batch": batch} | _measured(steps, (batch,), length)[batch])
+        yield rows[-1]
+    del steps
+    fitting = [row for row in rows if not row["skipped"]]
+    yield from (yield from beside(lambda: _traced(fitting), "Each point is profiled once, in a process of its own."))
 
 
-def swept(*wanted):
+def beside(work, words):
+    """Run `work` in a thread beside us: yields `words` until it is done, then returns its result, or raises its error."""
+    ended = []
+
+    def run():
+        with _at_work:
+            try:
+                ended.append((work(), None))
+            except Exception as error:
+                ended.append((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    yield words
+    while not ended:
+        yield words
+    result, error = ended[0]
+    if error:
+        raise error
+    return result
+
+
+def curves(*wanted):
     """Return the rows of some curves, each (model, layers, width, length, precision): measured here, or as recorded.
 
     One batch takes one to three seconds. Raises RecordingError for a curve that is not among the recorded ones.
     """
     if recordings.tables_are_live():
-        from tqdm import tqdm
-        rows = [row for curve in tqdm(wanted, desc="measuring", unit="curve", leave=False)
-                for row in _measured(BATCHES, **dict(zip(INPUTS, curve)))]
+        rows = _in_common_rounds([dict(zip(INPUTS, curve)) for curve in wanted])
         return recordings.table(_traced(rows), recordings.provenance("sweep"))
     rows, _ = recorded_sweeps()
     keys = list(zip(*(rows[name] for name in INPUTS)))
@@ -100,20 +108,29 @@ def recorded_sweeps():
     return rows, constants
 
 
-def _measured(batches, **curve):
-    """Yield the row of each batch of a curve, as soon as it is measured; traces are still missing."""
-    steps = _steps(**curve)
-    for batch in batches:
-        yield curve | {"batch": batch, "skipped": ""} | _measured_point(steps, batch, curve["length"])
+def _in_common_rounds(curves):
+    """Return the rows of all batches of some curves; the batches of one share their rounds, so that what drifts hits all alike."""
+    from tqdm import tqdm
+
+    rows = []
+    for curve in tqdm(curves, desc="measuring", unit="curve", leave=False):
+        steps = _steps(**curve)
+        found = _measured(steps, BATCHES, curve["length"], budget_s=6, target=0)
+        for batch, numbers in found.items():
+            if numbers["skipped"] and len(found) > 1:  # beside the others there was no room for it: is there, alone?
+                numbers = _measured(steps, (batch,), curve["length"])[batch]
+            rows.append(curve | {"batch": batch} | numbers)
+        del steps, found
+    return rows
 
 
 def _traced(rows):
     """Return rows with the traces of those that were measured, from one child process."""
     import torch
 
-    rows, kept = list(rows), (*INPUTS, "batch")
+    rows = list(rows)
     torch.cuda.empty_cache()
-    points = [{name: row[name] for name in kept} for row in rows if not row["skipped"]]
+    points = [{name: row[name] for name in (*INPUTS, "batch")} for row in rows if not row["skipped"]]
     found = iter(in_child(_traces, {"points": points}) if points else ())
     return [row if row["skipped"] else row | next(found) for row in rows]
 
@@ -139,29 +156,39 @@ def _steps(model, layers, width, length, precision):
     return step_at
 
 
-def _measured_point(steps, batch, length):
-    """Return the numbers of one row, or why there are none in `skipped`."""
+def _measured(steps, batches, length, budget_s=0.8, target=0.02):
+    """Measure the steps of some batches in common rounds: {batch: the numbers of its row, or why there are none in `skipped`}."""
     import torch
 
     from labkit import graphs, models, timing
 
     torch.cuda.empty_cache()
-    try:
-        call, x = steps(batch)
-        pair, graph = as_pair(call, x)
-        with torch.inference_mode():
-            both = timing.compare(pair, budget_s=0.4)
-    except (models.TooLarge, torch.OutOfMemoryError, graphs.CaptureError) as error:
-        first = error.__cause__ or error
-        if not isinstance(first, (models.TooLarge, torch.OutOfMemoryError)):
-            raise
-        return {"skipped": str(first).partition(". ")[0]}
-    eager, graphed = both["eager"], both["graph"]
-    return {"kernels": len(graph.kernel_names), **cells("eager_wall_us", eager.wall_us), **cells("graph_wall_us", graphed.wall_us),
+    made, found = {}, {}
+    for batch in batches:
+        try:
+            call, x = steps(batch)
+            made[batch] = call, x, *as_pair(call, x)
+        except (models.TooLarge, torch.OutOfMemoryError, graphs.CaptureError) as error:
+            first = error.__cause__ or error
+            if not isinstance(first, (models.TooLarge, torch.OutOfMemoryError)):
+                raise
+            found[batch] = {"skipped": str(first).partition(". ")[0]}
+    with torch.inference_mode():
+        calls = {(batch, how): call for batch, (*_, pair, _) in made.items() for how, call in pair.items()}
+        try:
+            measured = timing.compare(calls, budget_s=budget_s, target=target).measurements if calls else {}
+        except torch.OutOfMemoryError as error:
+            made, found = {}, {batch: {"skipped": str(error).partition(". ")[0]} for batch in batches}
+    for batch, (call, x, _, graph) in made.items():
+        eager, graphed = (measured[batch, how] for how in ("eager", "graph"))
+        both = timing.Comparison({"eager": eager, "graph": graphed})
+        found[batch] = {
+            "skipped": "", "kernels": len(graph.kernel_names), **cells("speedup", both.ratio("eager", "graph")),
+            **cells("eager_wall_us", eager.wall_us), **cells("graph_wall_us", graphed.wall_us), **cells("gpu_us", graphed.gpu_us),
             **cells("eager_enqueue_us", eager.enqueue_us), **cells("graph_enqueue_us", graphed.enqueue_us),
-            **cells("gpu_us", graphed.gpu_us), **cells("speedup", both.ratio("eager", "graph")), **_work(call, x, length),
-            "rounds": eager.rounds, "stopped_by": eager.stopped_by, "samples": walls(both),
-            **{f"{how}_{part}": None for how in pair for part in TRACE}}
+            **_work(call, x, length), "rounds": eager.rounds, "stopped_by": eager.stopped_by, "samples": walls(both),
+            **{f"{how}_{part}": None for how in both.measurements for part in TRACE}}
+    return {batch: found[batch] for batch in batches}
 
 
 def _work(call, x, length):

@@ -90,9 +90,9 @@ class Live:
     def _measure_once(self):
         for name, words in (("constants", "what a launch adds"), ("ceilings", "what this GPU can do at most")):
             if self.ask[name]:
-                yield f"Measuring {words}, once."
-                measure, self.ask[name] = self.ask[name], None
-                setattr(self, name, measure())
+                from labkit.experiments import sweeps
+                setattr(self, name, (yield from sweeps.beside(self.ask[name], f"Measuring {words}, once.")))
+                self.ask[name] = None
 
     def _predicted(self, row):
         if self.constants is None:
