@@ -20,8 +20,11 @@ class IsolatedError(Exception):
         return [f"IsolatedError: {self}"]
 
 
-def banner():
-    """Say if this lab runs LIVE or RECORDED, why, and how to change that; make `%%gpu` and `%%isolated` work."""
+def banner(cells=True):
+    """Say if this lab runs LIVE or RECORDED, why, and how to change that; make `%%gpu` and `%%isolated` work.
+
+    cells: whether there are cells to speak of; an app shows none.
+    """
     if shell := get_ipython():
         shell.register_magic_function(gpu, "cell")
         shell.register_magic_function(isolated, "cell")
@@ -35,8 +38,8 @@ def banner():
         return _show("LIVE", f"LIVE on {here.reason}. Everything below is measured here, now.")
     try:
         about = recordings.about()
-        said = (f"RECORDED on {about['gpu']}, {about['date']}. Cells marked %%gpu show their output from that GPU; "
-                "nothing is measured here.")
+        said = (f"RECORDED on {about['gpu']}, {about['date']}. "
+                + ("Cells marked %%gpu show their output from that GPU; nothing" if cells else "Nothing") + " is measured here.")
     except recordings.RecordingError as error:
         said = f"RECORDED. But {error}."
     _show("RECORDED", f"{said} Why: {here.reason}. {here.fix}")

@@ -102,6 +102,9 @@ def test_the_banner_says_the_mode_why_and_the_fix(kernel):
     said = kernel.mode(live=False)
     assert "RECORDED on NVIDIA Test, 2026-11-29" in said and "no <GPU> here" in said and "Buy one." in said
     assert "no &lt;GPU&gt; here" in kernel.html and kernel.status == "ok"
+    assert "Cells marked %%gpu" in said
+    apps = kernel.run("labkit.banner(cells=False)")
+    assert "Cells" not in apps and "2026-11-29. nothing is measured here" in apps.replace("Nothing", "nothing")
     assert "LIVE on NVIDIA Test, driver 1" in kernel.mode(live=True)
 
 
