@@ -4,7 +4,7 @@ import base64
 import io
 import re
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +60,7 @@ class Chart:
             pixels[top:bottom, left:right] += len(colours)
         shaded = Image.fromarray(pixels)
         shaded.putpalette(np.vstack([colours, colours * 0.87]).astype(np.uint8).tobytes())
-        return replace(self, png=_png(shaded))
+        return replace(self, png=_png(shaded, self.dpi))
 
     def __str__(self):
         return f"{self.text} {self.provenance['label']}."
@@ -82,23 +82,23 @@ class Canvas(FigureCanvasAgg):
 
 class Renderer(RendererAgg):
     """Draws every text once and copies it from then on: letters take most of the time of drawing a chart."""
+    written = {}
 
     def draw_text(self, gc, x, y, s, prop, angle, ismath=False, mtext=None):
         """Draw a line of text that starts at x, y (pixels from the upper left corner)."""
-        picture, left, above = _written(s, prop.copy(), angle, tuple(gc.get_rgb()), self.dpi)
+        if mtext is None:
+            return super().draw_text(gc, x, y, s, prop, angle, ismath)
+        key = s, prop.copy(), angle, tuple(gc.get_rgb()), self.dpi
+        if key not in self.written:
+            box = mtext.get_window_extent(self).padded(3)
+            left, above = round(x - box.x0), round(y - self.height + box.y1)
+            paper = RendererAgg(box.width, box.height, self.dpi)
+            blank_gc = paper.new_gc()
+            blank_gc.set_foreground(gc.get_rgb(), isRGBA=True)
+            paper.draw_text(blank_gc, left, above, s, prop, angle)
+            self.written[key] = np.array(paper.buffer_rgba())[::-1].copy(), left, above  # images begin below
+        picture, left, above = self.written[key]
         self.draw_image(gc, round(x) - left, self.height - (round(y) - above) - len(picture), picture)
-
-
-@lru_cache(2000)
-def _written(text, prop, angle, colour, dpi):
-    """Return the picture of a text, level or upwards, and where in it (from the upper left corner) the text starts."""
-    width, height, below = (int(size) + 3 for size in RendererAgg(1, 1, dpi).get_text_width_height_descent(text, prop, False))
-    shape, start = ((height + 3, width + 3), (height, width)) if angle else ((width + 3, height + 3), (3, height - below + 3))
-    paper = RendererAgg(*shape, dpi)
-    gc = paper.new_gc()
-    gc.set_foreground(colour, isRGBA=True)
-    paper.draw_text(gc, *start, text, prop, angle)
-    return np.array(paper.buffer_rgba())[::-1].copy(), *start  # images begin below
 
 
 def blank(height, rows=1, margins=None, dpi=DPI):
@@ -153,17 +153,18 @@ def finish(figure, table, title, said, places=None):
     figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=min(11.5, 770 / len(title)), weight="bold",
                     color=INK)
     figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
-    for text in figure.findobj(Text):
+    parts = (figure, *figure.axes) if isinstance(figure.canvas, Canvas) else figure.findobj()  # the latter makes more ticks
+    for text in (child for part in parts for child in part.get_children() if isinstance(child, Text)):
         text.set_parse_math(False)  # a $ in a name is a $
     figure.canvas.draw()
     picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
     picture = picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)  # a third of the bytes
-    return Chart(_png(picture), " ".join(said), provenance, int(figure.dpi), places or {})
+    return Chart(_png(picture, figure.dpi), " ".join(said), provenance, int(figure.dpi), places or {})
 
 
-def _png(picture):
+def _png(picture, dpi):
     png = io.BytesIO()
-    picture.save(png, "png")
+    picture.save(png, "png", compress_level=6 if dpi > PIXELS else 3)  # under sliders, time counts more than bytes
     return png.getvalue()
 
 

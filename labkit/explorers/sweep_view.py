@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 from html import escape
 
 import ipywidgets as widgets
@@ -41,6 +42,7 @@ def at_hand():
             tables = {model: launch_model.add_predictions(table, constants) for model, table in tables.items()}
         ceilings = _recorded("ceilings", slug) if slug in recordings.available("ceilings") else None
         found[gpu] = Recorded(tables, ceilings)
+    gc.collect()  # here, and not, for as long as a chart takes, when a control is moved
     return found
 
 
