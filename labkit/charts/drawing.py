@@ -237,7 +237,8 @@ def _boxes(axes, left, width, bottom, colour):
     corners = np.empty((len(left), 4, 2))
     corners[..., 0] = np.column_stack([left, left, left + width, left + width])
     corners[..., 1] = np.array([0, 0.8, 0.8, 0]) + bottom
-    axes.add_artist(PathPatch(Line.make_compound_path_from_polys(corners), facecolor=colour, linewidth=0, snap=True))
+    axes.add_artist(PathPatch(Line.make_compound_path_from_polys(corners), facecolor=colour, linewidth=0,
+                               snap=len(left) < 100))  # snapped to pixels, thin ones among many would vanish
 
 
 def _spots(level, across=8):

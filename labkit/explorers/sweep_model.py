@@ -246,8 +246,7 @@ class SweepModel(HasTraits):
             return self.summary
         if not isinstance(row.get("eager_gpu_us"), list):
             return f"There is no timeline of batch {self.batch:,}: it was not traced{' yet' * self.source.live}."
-        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}: one step",
-                               dpi=charts.PIXELS)
+        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}", dpi=charts.PIXELS)
 
     async def measure(self):
         """Measure the curve here, or play its recording back, until it ends, fails or is stopped; while busy, do nothing."""
