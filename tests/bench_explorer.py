@@ -2,7 +2,7 @@
 
 Over the recorded sweeps; where there are none, over made-up ones. Only moves that bring a picture never drawn before count:
 one that changes nothing, or goes back to a picture that is kept, would flatter. The last column is the CPU time of the worst
-move by that clock, which a busy machine leaves alone.
+move by that clock, which other processes do not lengthen (but a slower CPU clock does).
 """
 
 import statistics
@@ -52,8 +52,8 @@ def main():
     taken = walk(sources)
     for name, times in {**taken, "all": [pair for times in taken.values() for pair in times]}.items():
         wall, cpu = (sorted(clock) for clock in zip(*times))
-        print(f"{name:10} {len(wall):4} moves   median {statistics.median(wall):6.1f}   95 % under {wall[len(wall) * 95 // 100]:6.1f}"
-              f"   worst {wall[-1]:6.1f}   worst CPU {cpu[-1]:6.1f}")
+        print(f"{name:10} {len(wall):4} moves   median {statistics.median(wall):6.1f}   95 % under "
+              f"{wall[len(wall) * 95 // 100]:6.1f}   worst {wall[-1]:6.1f}   worst CPU {cpu[-1]:6.1f}")
 
 
 if __name__ == "__main__":

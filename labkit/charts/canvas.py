@@ -90,6 +90,8 @@ class Renderer(RendererAgg):
             return super().draw_text(gc, x, y, s, prop, angle, ismath)
         key = s, prop.copy(), angle, tuple(gc.get_rgb()), self.dpi
         if key not in self.written:
+            if len(self.written) > 500:  # some 20 MB
+                self.written.clear()
             box = mtext.get_window_extent(self).padded(3)
             left, above = round(x - box.x0), round(y - self.height + box.y1)
             paper = RendererAgg(box.width, box.height, self.dpi)

@@ -88,9 +88,10 @@ def predictions(table, title=None):
     figure, *panels = blank(5.0, 2, (0.84, 0.62, 0.66, 0.62, 0.36))
     reach, said = max(0.25, *done[["eager_error", "graph_error"]].abs().max() * 1.1), []
     for axes, how in zip(panels, HOWS):
-        for band, grey in ((0.2, "#E9E9E9"), (0.1, "#D8D8D8"), (0.05, "#C2C2C2")):
+        for band, grey, side in ((0.2, "#E9E9E9", 1), (0.1, "#D8D8D8", -1), (0.05, "#C2C2C2", 1)):  # sides: no names touch
             axes.axhspan(-band, band, color=grey, linewidth=0, zorder=0)
-            axes.annotate(f"±{band:.0%}", (1.01, band), xycoords=("axes fraction", "data"), fontsize=8, color=QUIET, va="center")
+            axes.annotate(f"±{band:.0%}", (1.01, side * band), xycoords=("axes fraction", "data"), fontsize=8, color=QUIET,
+                          va="center")
         colour, marker = FIXED[how]
         axes.plot(done[f"{how}_wall_us"], done[f"{how}_error"], marker, color=colour, markersize=3.8, alpha=0.8,
                   markeredgecolor=INK, markeredgewidth=0.4)
@@ -110,7 +111,7 @@ def predictions(table, title=None):
 
 def measured(table):
     """Return the rows of a sweep that were measured, by batch, and those that were left out."""
-    table = table.sort_values("batch")
+    table = table.sort_values("batch", ignore_index=True)
     out = table["skipped"].fillna("").astype(bool) if "skipped" in table else pd.Series(False, table.index)
     return table[~out], table[out]
 

@@ -224,7 +224,8 @@ class SweepModel(HasTraits):
         """Draw what is chosen: a Chart, or a sentence where there is nothing to draw. What is at rest is drawn once only."""
         if self.busy:
             self._drawn.clear()
-        here = (self.gpu, self.key, self.view, self.lowest, self.highest, len(self.table), self.view == "timeline" and self.batch)
+        here = (self.gpu, self.key, self.view, self.lowest, self.highest, len(self.table),
+                self.view == "timeline" and self.batch)
         if (here, self.batch) not in self._drawn:
             plain = self._drawn.get(here) or self._draw()
             if isinstance(plain, str):
@@ -246,7 +247,8 @@ class SweepModel(HasTraits):
             return self.summary
         if not isinstance(row.get("eager_gpu_us"), list):
             return f"There is no timeline of batch {self.batch:,}: it was not traced{' yet' * self.source.live}."
-        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}", dpi=charts.PIXELS)
+        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}",
+                               dpi=charts.PIXELS)
 
     async def measure(self):
         """Measure the curve here, or play its recording back, until it ends, fails or is stopped; while busy, do nothing."""
