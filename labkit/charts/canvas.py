@@ -3,12 +3,13 @@
 import base64
 import io
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
@@ -40,6 +41,7 @@ class Chart:
     text: str
     provenance: dict
     dpi: int = DPI
+    places: dict = field(default_factory=dict, repr=False)  # {value: boxes (left, right, top, bottom) in pixels}
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         # The alt text stands where nbconvert's classic template, nbsphinx and others look for it. JupyterLab 4.6 and
@@ -48,6 +50,18 @@ class Chart:
         data = {"image/png": base64.b64encode(self.png).decode(), "text/plain": str(self)}
         return data, {"image/png": {"alt": str(self), "width": width}}
 
+    def marked(self, at):
+        """Return this chart with a shade over the place of `at`, if it has one: much quicker than drawing again."""
+        if at not in self.places:
+            return self
+        picture = Image.open(io.BytesIO(self.png))
+        colours, pixels = np.reshape(picture.getpalette(), (-1, 3)), np.array(picture)
+        for left, right, top, bottom in self.places[at]:
+            pixels[top:bottom, left:right] += len(colours)
+        shaded = Image.fromarray(pixels)
+        shaded.putpalette(np.vstack([colours, colours * 0.87]).astype(np.uint8).tobytes())
+        return replace(self, png=_png(shaded, self.dpi))
+
     def __str__(self):
         return f"{self.text} {self.provenance['label']}."
 
@@ -55,6 +69,38 @@ class Chart:
         """Write the picture to `path` (PNG) and return the path."""
         Path(path).write_bytes(self.png)
         return Path(path)
+
+
+class Canvas(FigureCanvasAgg):
+    """A canvas that draws with Renderer; its figure keeps its size."""
+
+    @cache
+    def get_renderer(self):
+        """Return the one renderer of this canvas."""
+        return Renderer(*self.figure.bbox.size, self.figure.dpi)
+
+
+class Renderer(RendererAgg):
+    """Draws every text once and copies it from then on: letters take most of the time of drawing a chart."""
+    written = {}
+
+    def draw_text(self, gc, x, y, s, prop, angle, ismath=False, mtext=None):
+        """Draw a line of text that starts at x, y (pixels from the upper left corner)."""
+        if mtext is None:
+            return super().draw_text(gc, x, y, s, prop, angle, ismath)
+        key = s, prop.copy(), angle, tuple(gc.get_rgb()), self.dpi
+        if key not in self.written:
+            if len(self.written) > 500:  # some 20 MB
+                self.written.clear()
+            box = mtext.get_window_extent(self).padded(3)
+            left, above = round(x - box.x0), round(y - self.height + box.y1)
+            paper = RendererAgg(box.width, box.height, self.dpi)
+            blank_gc = paper.new_gc()
+            blank_gc.set_foreground(gc.get_rgb(), isRGBA=True)
+            paper.draw_text(blank_gc, left, above, s, prop, angle)
+            self.written[key] = np.array(paper.buffer_rgba())[::-1].copy(), left, above  # images begin below
+        picture, left, above = self.written[key]
+        self.draw_image(gc, round(x) - left, self.height - (round(y) - above) - len(picture), picture)
 
 
 def blank(height, rows=1, margins=None, dpi=DPI):
@@ -66,7 +112,7 @@ def blank(height, rows=1, margins=None, dpi=DPI):
     if margins and (height, rows, margins, dpi) in _KEPT:
         return _emptied(*_KEPT[height, rows, margins, dpi])
     figure = Figure(figsize=(7, height), dpi=dpi, layout=None if margins else "constrained")
-    FigureCanvasAgg(figure)
+    (Canvas if margins else FigureCanvasAgg)(figure)
     if margins:
         left, right, bottom, top, between = margins
         each = (height - bottom - top - between * (rows - 1)) / rows
@@ -83,7 +129,7 @@ def blank(height, rows=1, margins=None, dpi=DPI):
         _KEPT[height, rows, margins, dpi] = (figure, *figure.axes)
         for axes in figure.axes:  # where titles and labels stand is known, too
             axes.set_title("", loc="left", y=1 + 0.08 / each)
-            axes.yaxis.set_label_coords(0.14 / 7, 0.5, mixed(figure.transFigure, axes.transAxes))
+            axes.yaxis.set_label_coords(0.2 / 7, 0.5, mixed(figure.transFigure, axes.transAxes))
             axes.xaxis.set_label_coords(0.5, 0.34 / height, mixed(axes.transAxes, figure.transFigure))
             axes.xaxis.set_visible(axes is figure.axes[-1])
     return figure, *figure.axes
@@ -99,21 +145,31 @@ def _emptied(figure, *every):
             artist.remove()
         axes.dataLim, axes.ignore_existing_data_limits = Bbox.null(), True
         axes.set_autoscale_on(True)
-        axes.set(xscale="linear", yscale="linear", xlabel="", ylabel="")
+        axes.set(xlabel="", ylabel="")
         axes.set_title("", loc="left", y=axes._left_title.get_position()[1])
     return figure, *every
 
 
-def finish(figure, table, title, said):
-    provenance, png = table.attrs["provenance"], io.BytesIO()
-    figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=11.5, weight="bold", color=INK)
+def finish(figure, table, title, said, places=None):
+    provenance = table.attrs["provenance"]
+    figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=min(11.5, 770 / len(title)), weight="bold",
+                    color=INK)
     figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
-    for text in figure.findobj(Text):
+    parts = (figure, *figure.axes) if isinstance(figure.canvas, Canvas) else figure.findobj()  # the latter makes more ticks
+    for text in (child for part in parts for child in part.get_children() if isinstance(child, Text)):
         text.set_parse_math(False)  # a $ in a name is a $
     figure.canvas.draw()
-    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3])
-    picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(png, "png")  # a third of the bytes
-    return Chart(png.getvalue(), " ".join(said), provenance, int(figure.dpi))
+    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+    picture = picture.quantize(96, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)  # a third of the bytes
+    if isinstance(figure.canvas, Canvas):
+        _emptied(figure, *figure.axes)  # now, so that its litter is young
+    return Chart(_png(picture, figure.dpi), " ".join(said), provenance, int(figure.dpi), places or {})
+
+
+def _png(picture, dpi):
+    png = io.BytesIO()
+    picture.save(png, "png", compress_level=6 if dpi > PIXELS else 3)  # under sliders, time counts more than bytes
+    return png.getvalue()
 
 
 def require(table, *columns):
@@ -123,8 +179,8 @@ def require(table, *columns):
     for column in columns:
         if column not in table:
             raise ValueError(f"this chart needs the column {column!r}; the table has: {', '.join(table.columns)}")
-        numbers = pd.api.types.is_numeric_dtype(table[column])
-        if numbers and not np.isfinite(table[column].astype(float)).all():
+        values = table[column].to_numpy()
+        if values.dtype.kind in "iuf" and not np.isfinite(values).all():
             raise ValueError(f"the column {column!r} has values that are no numbers: leave those rows out")
     if table.empty:
         raise ValueError("the table has no rows, so there is nothing to draw")
@@ -168,14 +224,29 @@ def binary_ticks(axis, most):
     axis.set_major_locator(FixedLocator(MaxNLocator(5).tick_values(0, most / 2**20) * 2**20))
 
 
+class Inside(LogLocator):
+    """Ticks at round numbers, none of them outside the view: each tick made takes a millisecond, also if nobody sees it."""
+
+    def __call__(self):
+        low, high = sorted(self.axis.get_view_interval())
+        return [tick for tick in super().__call__() if low * 0.999999 <= tick <= high * 1.000001]
+
+
+def rescale(axis, name):
+    """Make an axis log or linear; nothing is done where it is already, as that takes long."""
+    if axis.get_scale() != name:
+        axis.axes.set(**{f"{axis.axis_name}scale": name})
+
+
 def scale(axis, log, column, values):
     """Give an axis its scale and tick labels with units; ticks stand at the measured points where those are few."""
     points = places = np.unique(values)
-    if log and points[0] > 0:
+    log = log and points[0] > 0
+    rescale(axis, "log" if log else "linear")
+    if log:
         places, decades = np.log(points), np.log10(points[-1] / points[0])
-        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         subs = (1,) if decades > 2.5 else (1, 2, 5) if decades > 0.9 else (1, 1.5, 2, 3, 5, 7)
-        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        axis.set_major_locator(Inside(subs=subs, numticks=12))
         axis.set_minor_locator(NullLocator())
     elif column.endswith("bytes"):
         binary_ticks(axis, points[-1])
@@ -191,11 +262,11 @@ def scale(axis, log, column, values):
 def label_ends(axes, curves, looks, gap=0.075, leaders=True):
     """Write each line's name at its right end, moved up or down so that no two names touch, with leaders to the ends."""
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-    ends = {name: curve[["x", "y"]].iloc[-1].to_numpy() for name, curve in curves.items()}
-    to_height = axes.transData + axes.transAxes.inverted()
-    names = sorted(ends, key=lambda name: to_height.transform(ends[name])[1])
+    ends = {name: (np.asarray(curve["x"])[-1], np.asarray(curve["y"])[-1]) for name, curve in curves.items()}
+    heights = dict(zip(ends, (axes.transData + axes.transAxes.inverted()).transform(list(ends.values()))[:, 1]))
+    names = sorted(ends, key=heights.get)
     steps = gap * np.arange(len(names))
-    free = np.maximum.accumulate([to_height.transform(ends[name])[1] for name in names] - steps)
+    free = np.maximum.accumulate([heights[name] for name in names] - steps)
     for name, height in zip(names, np.minimum(free, 1 - steps[-1]) + steps):
         axes.annotate(name, ends[name], (1.03, height), textcoords="axes fraction", va="center", fontsize=9,
                       color=INK, arrowprops={"arrowstyle": "-", "color": looks[name][0], "linestyle": ":"} if leaders else None)

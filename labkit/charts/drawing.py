@@ -6,7 +6,7 @@ from graphlib import TopologicalSorter
 import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgba
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Line
 from matplotlib.ticker import MaxNLocator
 
@@ -208,27 +208,37 @@ def _copies(table):
 def _lanes(axes, name, part, window):
     """Draw one step's launches above its kernels; return its end (from the first launch) and its counts in words."""
     part = part.sort_values("start_us")
-    launch, start = (part[column] - part["launch_at_us"].min() for column in ("launch_at_us", "start_us"))
-    reached = (start + part["gpu_us"]).cummax()
-    idle = (start - reached.shift(fill_value=0)).clip(lower=0).sum() / reached.max()  # while no kernel works
-    axes.broken_barh([(0, reached.max())], (0, 0.8), facecolor=PALE)
-    axes.broken_barh(list(zip(start, part["gpu_us"])), (0, 0.8), facecolor=BLUE, linewidth=0)
-    axes.broken_barh(list(zip(launch, part["launch_us"])), (1, 0.8), facecolor=ORANGE, linewidth=0)
-    first = ~launch.duplicated() & (launch < window)
-    if first.sum() <= 24:  # few enough to be told apart: a line from each launch to its kernel
-        ends = np.minimum(launch + part["launch_us"], start)  # a graph's first kernel starts while it is launched
+    launch, launching, start, work = part[["launch_at_us", "launch_us", "start_us", "gpu_us"]].to_numpy(float).T
+    start, launch = start - launch.min(), launch - launch.min()
+    reached = np.maximum.accumulate(start + work)
+    end, idle = reached[-1], np.maximum(start - np.append(0, reached[:-1]), 0).sum() / reached[-1]  # while no kernel works
+    for bottom, left, width, colour in ((0, np.zeros(1), end, PALE), (0, start, work, BLUE), (1, launch, launching, ORANGE)):
+        _boxes(axes, left, width, bottom, colour)
+    first = np.unique(launch, return_index=True)[1]
+    first = first[launch[first] < window]
+    if len(first) <= 24:  # few enough to be told apart: a line from each launch to its kernel
+        ends = np.minimum(launch + launching, start)  # a graph's first kernel starts while it is launched
         for pair in zip(ends[first], start[first]):
             axes.plot(pair, [1, 0.8], color=QUIET, linewidth=0.9)
     axes.set_yticks([0.4, 1.4], ["GPU works", "CPU launches"], color=INK)
     axes.set_ylim(-0.08, 1.9)
     axes.tick_params(left=False)
-    axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.4g}")
-    kernels = ~_copies(part)  # a copy has a launch of its own
-    launches = launch[kernels].nunique()
+    axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.10g}")
+    kernels = ~_copies(part).to_numpy()  # a copy has a launch of its own
+    launches = len(np.unique(launch[kernels]))
     line = (f"{name and name + ': '}{kernels.sum()} kernels, {launches} launch{'es' if launches > 1 else ''}, "
-            f"the GPU is idle {idle:.0%} of {time(reached.max())}")
+            f"the GPU is idle {idle:.0%} of {time(end)}")
     axes.set_title(line, loc="left", fontsize=10, color=INK)
-    return reached.max(), f"{line[0].upper()}{line[1:]}."
+    return end, f"{line[0].upper()}{line[1:]}."
+
+
+def _boxes(axes, left, width, bottom, colour):
+    """Fill boxes of one height as one shape, however many they are."""
+    corners = np.empty((len(left), 4, 2))
+    corners[..., 0] = np.column_stack([left, left, left + width, left + width])
+    corners[..., 1] = np.array([0, 0.8, 0.8, 0]) + bottom
+    axes.add_artist(PathPatch(Line.make_compound_path_from_polys(corners), facecolor=colour, linewidth=0,
+                               snap=len(left) < 100))  # snapped to pixels, thin ones among many would vanish
 
 
 def _spots(level, across=8):

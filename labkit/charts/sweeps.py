@@ -4,10 +4,11 @@ import textwrap
 
 import numpy as np
 import pandas as pd
+from matplotlib.patches import Polygon
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from labkit.charts.canvas import (DPI, FIXED, GREEN, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require, say,
-                                  scale, time)
+from labkit.charts.canvas import (DPI, FIXED, GREEN, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require,
+                                  rescale, say, scale, time)
 
 MODELS = {"mlp": "MLP", "transformer": "Transformer encoder", "gpt2": "GPT-2 decode step", "llama": "Llama-style decode step"}
 LENGTHS = {"transformer": ", {:,} tokens", "gpt2": ", context {:,}", "llama": ", context {:,}"}
@@ -30,10 +31,11 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI):
     done, left_out = measured(table)
     columns = ("eager_wall_us", "graph_wall_us", "speedup")
     require(done, "batch", *columns)
+    done.attrs = {}  # pandas copies them at every step
     figure, top, below = blank(5.0, 2, MARGINS, dpi)
     predicted = [_line(top, done, f"{how}_wall_us", *FIXED[how], f"predicted_{how}_us") for how in HOWS]
     predicted += [_line(below, done, "speedup", GREEN, "^", "predicted_speedup")]
-    _over_batches(top, table, at, batches), _over_batches(below, table, at, batches)
+    _over_batches(below, table, batches)
     scale(top.yaxis, True, "eager_wall_us", np.concatenate([done["eager_wall_us"], done["graph_wall_us"]]))
     scale(below.yaxis, True, "speedup", np.append(done["speedup"], 1.0))
     top.set(ylabel="time of one step"), below.set(xlabel="batch size", ylabel="speedup")
@@ -44,25 +46,27 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI):
     top.set_title(key, loc="left", fontsize=9, color=QUIET)
     said = [_first_last(done, column, words) for column, words in zip(columns, ("Eager", "Graph", "Speedup"))]
     said += [_mark_low_overhead(top, below, done), *_mark_left_out(top, left_out)]
-    return finish(figure, table, title or curve_name(table.iloc[0]), said)
+    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, top, below)).marked(at)
 
 
 def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
     """Draw time per step of one curve against batch, over the time that its bytes and its FLOPs take at the ceilings."""
     done, left_out = measured(table)
     require(done, "batch", "eager_wall_us", "graph_wall_us", "bytes", "flops")
+    done.attrs = {}
     floors = floors_of(done, ceilings)
+    every = np.concatenate([done["eager_wall_us"], done["graph_wall_us"], *floors.to_numpy()])
     figure, axes = blank(3.9, 1, MARGINS, dpi)
     for how in HOWS:
         _line(axes, done, f"{how}_wall_us", *FIXED[how])
     for (name, floor), style, colour in zip(floors.items(), ("-.", ":"), (PURPLE, INK)):
         axes.plot(done["batch"], floor, color=colour, linestyle=style, linewidth=2)
+        ends = [(done["batch"].iloc[i], every.min() / 1.6) for i in (-1, 0)]
+        axes.add_artist(Polygon([*zip(done["batch"], floor), *ends], color=PALE, linewidth=0, zorder=0))
     highest = floors.max(axis=1)
-    _over_batches(axes, table, at, batches)
-    every = pd.concat([done["eager_wall_us"], done["graph_wall_us"], floors.stack()])
+    _over_batches(axes, table, batches)
     scale(axes.yaxis, True, "wall_us", every)
     axes.set_ylim(every.min() / 1.6, every.max() * 1.6)
-    axes.fill_between(done["batch"], axes.get_ylim()[0], highest, color=PALE, zorder=0)
     axes.set(xlabel="batch size", ylabel="time of one step")
     axes.set_title("grey: no step can be faster than this GPU's measured ceilings allow", loc="left", fontsize=9, color=QUIET)
     _name_ends(axes, done.assign(**floors), {**{words: f"{how}_wall_us" for how, words in HOWS.items()},
@@ -71,8 +75,8 @@ def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
     said = [f"At batch {done['batch'].iloc[i]:,} the floor is {time(highest.iloc[i])}, set by what the step must "
             f"{by.iloc[i]}; the graph takes {over.iloc[i]:.3g} times that, eager "
             f"{done['eager_wall_us'].iloc[i] / highest.iloc[i]:.3g} times." for i in sorted({0, len(done) - 1})]
-    return finish(figure, table, title or f"{curve_name(table.iloc[0])}: how close to the limits", said
-                  + _mark_left_out(axes, left_out))
+    said += _mark_left_out(axes, left_out)
+    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, axes)).marked(at)
 
 
 def predictions(table, title=None):
@@ -84,9 +88,10 @@ def predictions(table, title=None):
     figure, *panels = blank(5.0, 2, (0.84, 0.62, 0.66, 0.62, 0.36))
     reach, said = max(0.25, *done[["eager_error", "graph_error"]].abs().max() * 1.1), []
     for axes, how in zip(panels, HOWS):
-        for band, grey in ((0.2, "#E9E9E9"), (0.1, "#D8D8D8"), (0.05, "#C2C2C2")):
+        for band, grey, side in ((0.2, "#E9E9E9", 1), (0.1, "#D8D8D8", -1), (0.05, "#C2C2C2", 1)):  # sides: no names touch
             axes.axhspan(-band, band, color=grey, linewidth=0, zorder=0)
-            axes.annotate(f"±{band:.0%}", (1.01, band), xycoords=("axes fraction", "data"), fontsize=8, color=QUIET, va="center")
+            axes.annotate(f"±{band:.0%}", (1.01, side * band), xycoords=("axes fraction", "data"), fontsize=8, color=QUIET,
+                          va="center")
         colour, marker = FIXED[how]
         axes.plot(done[f"{how}_wall_us"], done[f"{how}_error"], marker, color=colour, markersize=3.8, alpha=0.8,
                   markeredgecolor=INK, markeredgewidth=0.4)
@@ -106,19 +111,21 @@ def predictions(table, title=None):
 
 def measured(table):
     """Return the rows of a sweep that were measured, by batch, and those that were left out."""
-    table = table.sort_values("batch")
+    table = table.sort_values("batch", ignore_index=True)
     out = table["skipped"].fillna("").astype(bool) if "skipped" in table else pd.Series(False, table.index)
     return table[~out], table[out]
 
 
 def floors_of(table, ceilings):
     """Return the least time (µs) of each row's bytes ("read") and FLOPs ("multiply") at the ceilings of its precision."""
+    precision = table["precision"].iloc[0]
+
     def per_second(what):
-        part = ceilings[ceilings["what"] == what]
-        same = part[part["precision"] == table["precision"].iloc[0]]
-        if part.empty or (same.empty and what == "multiply"):
-            raise ValueError(f"the ceilings have no row for {what!r} in {table['precision'].iloc[0]}")
-        return (part if same.empty else same)["per_second"].iloc[0]
+        found = [(other != precision, value) for name, other, value in ceilings[["what", "precision", "per_second"]].to_numpy()
+                 if name == what and (other == precision or what != "multiply")]
+        if not found:
+            raise ValueError(f"the ceilings have no row for {what!r} in {precision}")
+        return min(found, key=lambda row: row[0])[1]
     return pd.DataFrame({"read": table["bytes"] / per_second("read") * 1e6,
                          "multiply": table["flops"] / per_second("multiply") * 1e6})
 
@@ -132,27 +139,36 @@ def first_low_overhead(done, share=0.1):
 def _line(axes, done, column, colour, marker, predicted=None):
     """Draw a measured column with its interval, and its prediction where there is one; return whether there is."""
     low, high = (done.get(column + end, done[column]) for end in ("_low", "_high"))
-    axes.vlines(done["batch"], low, high, color=INK, linewidth=1.2, zorder=5)
-    axes.plot(done["batch"], done[column], color=colour, marker=marker, markersize=5, linewidth=1.8, zorder=3)
+    batches, gaps = done["batch"].to_numpy(), np.full(len(done), np.nan)
+    axes.plot(np.repeat(batches, 3), np.column_stack([low, high, gaps]).ravel(), color=INK, linewidth=1.2, zorder=5)
+    axes.plot(batches, done[column].to_numpy(), color=colour, marker=marker, markersize=5, linewidth=1.8, zorder=3)
     if predicted not in done or done[predicted].isna().all():
         return False
-    axes.plot(done["batch"], done[predicted], color=INK, linestyle=(0, (4, 3)), linewidth=1.1, marker=marker, markersize=8.5,
+    axes.plot(batches, done[predicted].to_numpy(), color=INK, linestyle=(0, (4, 3)), linewidth=1.1, marker=marker, markersize=8.5,
               markerfacecolor="none", markeredgewidth=1.1, zorder=4)
     return True
 
 
-def _over_batches(axes, table, at, batches):
+def _over_batches(axes, table, batches):
     batches = np.unique(table["batch"] if batches is None else batches)
-    axes.set(xscale="log", xlim=(batches[0] / 1.25, batches[-1] * 1.25))
+    rescale(axes.xaxis, "log")
+    axes.set(xlim=(batches[0] / 1.25, batches[-1] * 1.25))
     axes.xaxis.set_major_locator(FixedLocator(batches))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
-    if at is not None:
-        axes.axvline(at, color="#DDDDDD", linewidth=9, zorder=0)
+
+
+def _places(table, batches, *every):
+    """Return where in the picture each batch stands: for Chart.marked."""
+    batches = np.unique(table["batch"] if batches is None else batches)
+    height, half = every[0].figure.bbox.height, every[0].figure.dpi / 16
+    middles = every[0].transData.transform([(batch, 1) for batch in batches])[:, 0]
+    return {int(batch): [(round(x - half), round(x + half), round(height - axes.bbox.y1), round(height - axes.bbox.y0))
+                         for axes in every] for batch, x in zip(batches, middles)}
 
 
 def _name_ends(axes, done, columns, gap=0.12):
-    curves = {name: pd.DataFrame({"x": done["batch"], "y": done[column]}) for name, column in columns.items()}
+    curves = {name: {"x": done["batch"], "y": done[column]} for name, column in columns.items()}
     label_ends(axes, curves, {}, gap, leaders=False)
 
 

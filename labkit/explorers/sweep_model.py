@@ -222,15 +222,19 @@ class SweepModel(HasTraits):
 
     def chart(self):
         """Draw what is chosen: a Chart, or a sentence where there is nothing to draw. What is at rest is drawn once only."""
-        marked = (self.gpu, self.key, self.view, self.batch, self.lowest, self.highest)
-        if self.source.live or self.source.partial is not None:
-            return self._draw()
-        if marked not in self._drawn:
-            self._drawn[marked] = self._draw()
-        return self._drawn[marked]
+        if self.busy:
+            self._drawn.clear()
+        here = (self.gpu, self.key, self.view, self.lowest, self.highest, len(self.table),
+                self.view == "timeline" and self.batch)
+        if (here, self.batch) not in self._drawn:
+            plain = self._drawn.get(here) or self._draw()
+            if isinstance(plain, str):
+                return plain
+            self._drawn |= {here: plain, (here, self.batch): plain.marked(self.batch)}
+        return self._drawn[here, self.batch]
 
     def _draw(self):
-        row, on = self._row(), {"at": self.batch, "batches": self.options("batch"), "dpi": charts.PIXELS}
+        row, on = self._row(), {"batches": self.options("batch"), "dpi": charts.PIXELS}
         if not len(self.table) or charts.measured(self.table)[0].empty:
             return self.summary
         if self.view == "speedup":
@@ -243,7 +247,7 @@ class SweepModel(HasTraits):
             return self.summary
         if not isinstance(row.get("eager_gpu_us"), list):
             return f"There is no timeline of batch {self.batch:,}: it was not traced{' yet' * self.source.live}."
-        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}: one step",
+        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}",
                                dpi=charts.PIXELS)
 
     async def measure(self):

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 from html import escape
 
 import ipywidgets as widgets
@@ -41,6 +42,7 @@ def at_hand():
             tables = {model: launch_model.add_predictions(table, constants) for model, table in tables.items()}
         ceilings = _recorded("ceilings", slug) if slug in recordings.available("ceilings") else None
         found[gpu] = Recorded(tables, ceilings)
+    gc.collect()  # here, and not, for as long as a chart takes, when a control is moved
     return found
 
 
@@ -55,6 +57,8 @@ def _constants():
 
 def view(model):
     """Make the widgets of a model; each carries a CSS class labkit-<name>."""
+    for model.view in (*VIEWS, model.view):
+        model.chart()  # the first chart of each kind takes longest: now, and not when the menu is moved
     style = {"description_width": "6em"}
     made = {name: (widgets.Dropdown if name in ("gpu", "model", "precision", "view") else widgets.SelectionSlider)(
         options=_options(model, name), value=getattr(model, name), description=LABELS[name], style=style, layout={"width": "30em"})
@@ -85,7 +89,13 @@ def view(model):
         made["length"].layout.display = "none" if model.options("length") == (1,) else None
         moving.clear()
         said["note"].value, said["summary"].value = escape(model.note), f"<p>{escape(model.summary)}</p>"
-        said["chart"].value = _picture(model.chart())
+        collecting = gc.isenabled()
+        gc.disable()  # else the litter of a drawing grows old, and one move in a hundred waits for a full collection
+        try:
+            said["chart"].value = _picture(model.chart())
+        finally:
+            if collecting:
+                gc.enable(), gc.collect(1)
 
     def tell(_=None):
         said["status"].value = f'<span role="status">{escape(model.status)}</span>'
