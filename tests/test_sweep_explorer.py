@@ -106,6 +106,7 @@ def test_charts_are_labelled_drawn_once_and_follow_the_view():
     assert model.chart() is model.chart() and LABEL in str(model.chart())
     assert "Overhead first falls under 10% at batch" in model.chart().text
     model.view = "timeline"
+    assert model.summary.endswith("The timeline is the profiler's, which slows every launch.")
     assert "48 kernels, 1 launch" in model.chart().text
     model.view = "roofline"
     assert "set by what the step must" in model.chart().text

@@ -218,7 +218,8 @@ class SweepModel(HasTraits):
                 f"as a graph {charts.time(row['graph_wall_us'])}: {row['speedup']:.2f} times as fast "
                 f"({row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
                 + (f"; predicted {predicted:.2f}" if pd.notna(predicted) else "") + "). "
-                + (f"Overhead first falls under 10% at batch {low:,}." if low else "Overhead stays above 10%."))
+                + (f"Overhead first falls under 10% at batch {low:,}." if low else "Overhead stays above 10%.")
+                + " The timeline is the profiler's, which slows every launch." * (self.view == "timeline"))
 
     def chart(self):
         """Draw what is chosen: a Chart, or a sentence where there is nothing to draw. What is at rest is drawn once only."""
