@@ -10,10 +10,10 @@ from labkit import claims
 NOT_ATTEMPTED, NOT_YET, CORRECT = "○ not attempted", "✗ not yet", "✓ correct"
 
 
-def guess(guess, actual, unit=""):
-    """Print a guess beside what was measured; any guess is fine, also none."""
+def guess(guess, actual, unit="", what="Measured"):
+    """Print a guess beside what was measured (or say `what` it is instead); any guess is fine, also none."""
     guess, actual, unit = _plain(guess), _plain(actual), unit and f" {unit}"
-    measured = f"Measured: {_said(actual)}{unit}."
+    measured = f"{what}: {_said(actual)}{unit}."
     if guess is ... or guess is None:
         print(f"{measured} Not guessed yet: put a guess in place of ... and run both cells again.")
     else:

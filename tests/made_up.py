@@ -66,8 +66,8 @@ GRIDS = {"mlp": ((6, 1024, 1), (6, 4096, 1), (24, 1024, 1)), "transformer": ((6,
 def sweep_row(model, layers, width, length, precision, batch, traced=True, memory=10**9):
     """One point of a batch sweep: more launches than work at small batches, too large for `memory` at large ones."""
     row = {"model": model, "layers": layers, "width": width, "length": length, "precision": precision, "batch": batch}
-    kernels, size, traces = layers * 4, 4 if precision == "float32" else 2, ("eager_launch_at_us", "eager_launch_us",
-                                                                              "eager_start_us", "eager_gpu_us", "graph_start_us", "graph_gpu_us")
+    kernels, size = layers * 4, 4 if precision == "float32" else 2
+    traces = [f"{how}_{part}" for how in ("eager", "graph") for part in ("launch_at_us", "launch_us", "start_us", "gpu_us", "kernel")]
     work, clocks = 1.5 + width * width * batch / 4e7 * size, ("eager_wall_us", "graph_wall_us", "eager_enqueue_us",
                                                               "graph_enqueue_us", "gpu_us", "speedup")
     if batch * width * layers * length > memory:
@@ -79,8 +79,8 @@ def sweep_row(model, layers, width, length, precision, batch, traced=True, memor
     row |= dict(zip(clocks, (eager, graph, kernels * 9.0, 9.0 + kernels / 100, work * kernels, eager / graph)))
     if traced:
         at, starts = [9.0 * i for i in range(kernels)], [max(9.0, work) * i + 8 for i in range(kernels)]
-        row |= dict(zip(traces, (at, [4.0] * kernels, starts, [work] * kernels,
-                                 [20 + (work + 0.4) * i for i in range(kernels)], [work] * kernels)))
+        row |= dict(zip(traces, (at, [4.0] * kernels, starts, [work] * kernels, [1] * kernels, [0.0] * kernels, [9.0] * kernels,
+                                 [20 + (work + 0.4) * i for i in range(kernels)], [work] * kernels, [1] * kernels)))
     return interval(row, *clocks)
 
 

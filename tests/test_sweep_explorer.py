@@ -300,7 +300,7 @@ def test_explore_shows_widgets_then_a_picture_and_what_is_at_hand(monkeypatch):
     monkeypatch.setattr(sweep_view, "display", lambda thing, *rest, **options: shown.append(thing))
     sweep_view.explore(sources())
     assert "application/vnd.jupyter.widget-view+json" in shown[0] and "kernels" in shown[0]["text/plain"]
-    assert shown[1].png and LABEL in str(shown[1])
+    assert "still picture" in shown[1].data and shown[2].png and LABEL in str(shown[2])
 
 
 TRACED = batch_sweep("gpt2", memory=10**8)

@@ -28,7 +28,7 @@ def gpu(monkeypatch):
         models.mlp(layers, width), torch.zeros(batch, width)))
     monkeypatch.setattr(sweeps, "as_pair", lambda call, x: ({"eager": call, "graph": call}, types.SimpleNamespace(kernel_names=["k"] * 4)))
     monkeypatch.setattr(sweeps, "in_child", lambda fn, params: [
-        {f"{how}_{part}": [1.0] * 4 for how in ("eager", "graph") for part in sweeps.TRACE} for _ in params["points"]])
+        {f"{how}_{part}": [1.0] * 4 for how in ("eager", "graph") for part in (*sweeps.TRACE, "kernel")} for _ in params["points"]])
     return asked
 
 

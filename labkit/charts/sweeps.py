@@ -10,6 +10,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from labkit.charts.canvas import (DPI, FIXED, GREEN, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require,
                                   rescale, say, scale, time)
 
+TRACE = ("launch_at_us", "launch_us", "start_us", "gpu_us")
 MODELS = {"mlp": "MLP", "transformer": "Transformer encoder", "gpt2": "GPT-2 decode step", "llama": "Llama-style decode step"}
 LENGTHS = {"transformer": ", {:,} tokens", "gpt2": ", context {:,}", "llama": ", context {:,}"}
 HOWS = {"eager": "■ eager", "graph": "● graph"}
@@ -92,9 +93,9 @@ def predictions(table, title=None):
             axes.axhspan(-band, band, color=grey, linewidth=0, zorder=0)
             axes.annotate(f"±{band:.0%}", (1.01, side * band), xycoords=("axes fraction", "data"), fontsize=8, color=QUIET,
                           va="center")
-        colour, marker = FIXED[how]
-        axes.plot(done[f"{how}_wall_us"], done[f"{how}_error"], marker, color=colour, markersize=3.8, alpha=0.8,
-                  markeredgecolor=INK, markeredgewidth=0.4)
+        for (model, part), marker in zip(done.groupby("model", sort=False), "osD^"):
+            axes.plot(part[f"{how}_wall_us"], part[f"{how}_error"], marker, color=FIXED[how][0], markersize=3.8, alpha=0.8,
+                      markeredgecolor=INK, markeredgewidth=0.4, label=MODELS.get(model, model))
         axes.axhline(0, color=QUIET, linewidth=1)
         axes.set(ylim=(-reach, reach), ylabel="predicted / measured - 1")
         axes.yaxis.set_major_formatter(lambda v, _: f"{v:+.0%}" if v else "0%")
@@ -102,11 +103,20 @@ def predictions(table, title=None):
         said.append(f"{how.capitalize()}: median error {off.median():.1%}, {(off < 0.1).mean():.0%} of {len(off)} within 10%, "
                     f"worst {off.max():.0%}.")
         axes.set_title(said[-1].rstrip("."), loc="left", fontsize=10, color=INK)
+    panels[1].legend(loc="lower left", ncols=4, frameon=False, fontsize=8, handletextpad=0, columnspacing=1, labelcolor=INK)
     scale(panels[1].xaxis, True, "wall_us", done[["eager_wall_us", "graph_wall_us"]].to_numpy())
     panels[1].set(xlabel="measured time of one step")
     worst = done.loc[done["eager_error"].abs().idxmax()], done.loc[done["graph_error"].abs().idxmax()]
     said += [f"Worst {how}: {curve_name(row)}, batch {row['batch']:,}." for how, row in zip(HOWS, worst)]
     return finish(figure, table, title or "How far the launch model's predictions are off", said)
+
+
+def step_of(row, table):
+    """Return the traces of one row of a sweep (`table`) as a table for `timeline`, eager and graph."""
+    made = pd.concat([pd.DataFrame({part: row[f"{how}_{part}"] for part in TRACE}).assign(
+        how=how, name=np.where(row[f"{how}_kernel"], "kernel", "Memset")) for how in HOWS], ignore_index=True)
+    made.attrs["provenance"] = table.attrs["provenance"]
+    return made
 
 
 def measured(table):

@@ -6,7 +6,7 @@ from labkit import recordings
 from labkit.experiments.registry import EXPERIMENTS, as_pair, cells, experiment, in_child, walls
 
 PRECISIONS, BATCHES = ("float32", "float16", "bfloat16"), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-CHAINS = (6, 40, 160)  # links of three kernels each
+CHAINS = (6, 20, 40, 80, 160)  # links of three kernels each
 INPUTS, TRACE = ("model", "layers", "width", "length", "precision"), ("launch_at_us", "launch_us", "start_us", "gpu_us")
 _at_work = threading.Lock()  # held while something runs beside
 
@@ -187,7 +187,7 @@ def _measured(steps, batches, length, budget_s=0.8, target=0.02):
             **cells("eager_wall_us", eager.wall_us), **cells("graph_wall_us", graphed.wall_us), **cells("gpu_us", graphed.gpu_us),
             **cells("eager_enqueue_us", eager.enqueue_us), **cells("graph_enqueue_us", graphed.enqueue_us),
             **_work(call, x, length), "rounds": eager.rounds, "stopped_by": eager.stopped_by, "samples": walls(both),
-            **{f"{how}_{part}": None for how in both.measurements for part in TRACE}}
+            **{f"{how}_{part}": None for how in both.measurements for part in (*TRACE, "kernel")}}
     return {batch: found[batch] for batch in batches}
 
 
@@ -205,7 +205,7 @@ def _work(call, x, length):
 
 
 def _traces(points):
-    """Profile the step of each point, eager and as a graph; returns one dict of lists (µs, a number a kernel) each."""
+    """Profile the step of each point, eager and as a graph; returns one dict of lists each: µs, and 1 for kernels, 0 for copies."""
     import torch
 
     from labkit import trace
@@ -219,8 +219,10 @@ def _traces(points):
         pair, _ = as_pair(*steps(point["batch"]))
         with torch.inference_mode():
             taken = trace.record_each(pair)
-        found.append({f"{how}_{part}": [round(getattr(kernel, part), 2 if part == "gpu_us" else 1) for kernel in traced.kernels]
-                      for how, traced in taken.items() for part in TRACE})
+        found.append({})
+        for how, traced in taken.items():
+            found[-1] |= {f"{how}_{part}": [round(getattr(k, part), 2 if part == "gpu_us" else 1) for k in traced.kernels] for part in TRACE}
+            found[-1][f"{how}_kernel"] = [int(not k.name.startswith(("Memcpy", "Memset"))) for k in traced.kernels]
         del pair, _
     return found
 

@@ -17,7 +17,6 @@ SIZES = {"mlp": ((2, 6, 12, 24, 48), (256, 512, 1024, 2048, 4096), (1,)),  # wha
          "gpt2": ((6, 12, 24), (512, 768, 1024), (128, 512, 1024)), "llama": ((), (), (128, 2048))}
 LLAMAS = ((12, 768), (16, 2048), (32, 4096))
 VIEWS = ("speedup", "timeline", "roofline")
-TRACE = ("launch_at_us", "launch_us", "start_us", "gpu_us")
 
 
 class Recorded:
@@ -248,7 +247,7 @@ class SweepModel(HasTraits):
             return self.summary
         if not isinstance(row.get("eager_gpu_us"), list):
             return f"There is no timeline of batch {self.batch:,}: it was not traced{' yet' * self.source.live}."
-        return charts.timeline(_kernels(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}",
+        return charts.timeline(charts.step_of(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}",
                                dpi=charts.PIXELS)
 
     async def measure(self):
@@ -295,15 +294,3 @@ class SweepModel(HasTraits):
 
 def _nearest(value, choices):
     return min(choices, key=lambda choice: abs(log2(choice / max(1, value))))
-
-
-def _kernels(row, table):
-    """Return the traces of a row as the rows that charts.timeline draws."""
-    parts = []
-    for how in ("eager", "graph"):
-        launched = {"launch_at_us": 0.0, "launch_us": float(row["graph_enqueue_us"])}  # a graph: once, for all
-        traces = {part: row[f"{how}_{part}"] for part in TRACE if isinstance(row.get(f"{how}_{part}"), list)}
-        parts.append(pd.DataFrame({"how": how, "name": "kernel"} | launched | traces))
-    made = pd.concat(parts, ignore_index=True)
-    made.attrs["provenance"] = table.attrs["provenance"]
-    return made

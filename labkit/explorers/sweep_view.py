@@ -6,7 +6,7 @@ import gc
 from html import escape
 
 import ipywidgets as widgets
-from IPython.display import display
+from IPython.display import HTML, display
 
 from labkit import charts, experiments, machine, recordings
 from labkit.explorers.sweep_model import VIEWS, Live, Recorded, SweepModel
@@ -24,6 +24,7 @@ def explore(sources=None, still=True, **wishes):
     data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
     display({**data, "text/plain": model.summary}, *metadata, raw=True)
     if still and isinstance(chart := model.chart(), charts.Chart):
+        display(HTML("<small>For pages without widgets, the same as a still picture:</small>"))
         display(chart)
 
 
@@ -67,7 +68,7 @@ def view(model):
                                                  description=LABELS["range"], style=style, layout={"width": "30em"})
     buttons = {name: widgets.Button(description=name.capitalize(), tooltip=words) for name, words in (
         ("measure", "measure this curve, or play its recording back"), ("stop", "end the sweep and keep its points"))}
-    said = {name: widgets.HTML() for name in ("status", "note", "chart", "summary")}
+    said = {name: widgets.HTML(layout={"min_height": "1.8em"}) for name in ("status", "note", "chart", "summary")}  # nothing jumps
     for name, widget in {**made, **buttons, **said}.items():
         widget.add_class(f"labkit-{name}")
     moving = []

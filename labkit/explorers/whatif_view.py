@@ -23,7 +23,7 @@ def whatif(table, constants, **wishes):
 
 def view(model):
     """Make the widgets of a model; each carries a CSS class labkit-<name>."""
-    style = {"description_width": "6em"}
+    style = {"description_width": "8em"}
     curve = widgets.Dropdown(options=tuple(model.curves), value=model.curve, description="step", style=style,
                              layout={"width": "40em"}).add_class("labkit-whatif-curve")
     batch = widgets.SelectionSlider(options=model.batches(), value=model.batch, description="batch",
