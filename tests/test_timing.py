@@ -153,3 +153,15 @@ def test_where_threads_cannot_be_moved_they_stay(monkeypatch):
     monkeypatch.delattr(timing.os, "sched_setaffinity", raising=False)
     with timing._core_after_core() as next_core:
         next_core()
+
+
+@pytest.mark.parametrize("error", [PermissionError(1, "Operation not permitted"), OSError(22, "Invalid argument")])
+def test_where_moving_a_thread_is_forbidden_it_stays(cores, monkeypatch, error):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(timing.os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(timing, "_loop_ns", lambda: 100)
+    with timing._core_after_core() as next_core:
+        for _ in range(6):
+            next_core()
