@@ -363,3 +363,64 @@ def test_a_batch_is_marked_on_the_picture_as_if_drawn_with_it():
     before, after = (np.asarray(Image.open(io.BytesIO(chart.png)).convert("L")) for chart in (plain, one))
     changed = (before != after).any(axis=0).nonzero()[0]
     assert 10 < np.ptp(changed) < 0.05 * before.shape[1] and (after <= before).all()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "interrupted"])
+def test_a_sweep_that_is_cancelled_or_interrupted_leaves_the_explorer_free(how):
+    def interrupted(*args):
+        for i, row in enumerate(points(*args)):
+            if i == 2:
+                raise KeyboardInterrupt
+            yield row
+
+    model = live(interrupted if how == "interrupted" else points)
+
+    async def ended():
+        task = asyncio.ensure_future(model.measure())
+        while len(model.table) != 2:
+            await asyncio.sleep(0.001)
+        if how == "cancelled":
+            task.cancel()
+        await task
+
+    with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):
+        asyncio.run(ended())
+    assert not model.busy and model.status == "Stopped after 2 of 10 points measured." and len(model.table) == 2
+    model.source.points = points
+    asyncio.run(model.measure())
+    assert model.status == "Done: 10 of 10 points measured."
+
+
+@pytest.mark.parametrize("how", ["stopped", "moved"])
+def test_a_sweep_that_fails_as_it_ends_leaves_nothing_stale(how):
+    def fails_at_its_end(*args):
+        try:
+            yield from points(*args)
+        finally:
+            raise RuntimeError("no luck\nat all")
+
+    model = live(fails_at_its_end)
+
+    async def ended():
+        task = asyncio.ensure_future(model.measure())
+        while len(model.table) != 2:
+            await asyncio.sleep(0.001)
+        if how == "stopped":
+            model.stop()
+        else:
+            model.width = 1024
+        await task
+
+    asyncio.run(ended())
+    assert not model.busy and model.status.startswith("Stopped after 2 of 10 points measured")
+    assert model.status.endswith("Then an error: no luck") and len(model.table) == (2 if how == "stopped" else 0)
+
+
+def test_an_error_without_words_is_named():
+    def fails(*_):
+        raise MemoryError
+        yield
+
+    model = live(fails)
+    asyncio.run(model.measure())
+    assert model.status == "Stopped after 0 of 10 points measured by an error: MemoryError"

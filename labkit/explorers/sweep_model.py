@@ -254,7 +254,7 @@ class SweepModel(HasTraits):
         """Measure the curve here, or play its recording back, until it ends, fails or is stopped; while busy, do nothing."""
         if self.busy:
             return
-        source, batches, done, failed = self.source, self.options("batch"), set(), ""
+        source, batches, done, said = self.source, self.options("batch"), set(), ""
         self._points = mine = source.rows(self.key, batches)
         self.busy, self.note = True, ""
         source.start(self.key)
@@ -268,11 +268,13 @@ class SweepModel(HasTraits):
                     done.add(int(row["batch"]))
                     self._count(len(done), len(batches))
                 await asyncio.sleep(source.pace)
+            said = f"Done: {self._progress}."
         except Exception as error:  # whatever a sweep dies of, the explorer lives on
-            failed = f"Stopped after {self._progress} by an error: {str(error).partition(chr(10))[0]}"
-        if self._points is mine:
-            self._close()
-            self._show(failed or f"Done: {self._progress}.")
+            said = f"Stopped after {self._progress} by an error: {_first_line(error)}"
+        finally:  # also when the task is cancelled or the cell interrupted: the next press must find nothing running
+            if self._points is mine:
+                said = self._close(said or f"Stopped after {self._progress}.")
+                self._show(said)
 
     def _count(self, done, of):
         self._progress = f"{done} of {of} points {self.source.verb}"
@@ -288,8 +290,15 @@ class SweepModel(HasTraits):
         if not self.busy:
             return ""
         points, self._points, self.busy = self._points, None, False
-        points.close()
+        try:
+            points.close()
+        except Exception as error:
+            said += f" Then an error: {_first_line(error)}"
         return said
+
+
+def _first_line(error):
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _nearest(value, choices):
