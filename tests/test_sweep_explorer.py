@@ -424,3 +424,33 @@ def test_an_error_without_words_is_named():
     model = live(fails)
     asyncio.run(model.measure())
     assert model.status == "Stopped after 0 of 10 points measured by an error: MemoryError"
+
+
+def test_a_second_sweep_of_a_curve_is_drawn_anew():
+    model = live()
+    asyncio.run(model.measure())
+    before = model.chart()
+    assert model.chart() is before
+    model.source.points = lambda *args: ({**row, "eager_wall_us": 1.1 * row["eager_wall_us"]} for row in points(*args))
+    asyncio.run(model.measure())
+    assert model.chart().text != before.text
+
+
+def test_what_cannot_be_drawn_is_said_instead_of_a_chart():
+    model = SweepModel(sources())
+    found = parts(sweep_view.view(model))
+    limits = model.source.ceilings
+    part = limits[limits["precision"] != model.precision]
+    part.attrs = limits.attrs
+    model.source.ceilings, model._drawn = part, {}
+    found["labkit-view"].value = "roofline"
+    assert model.chart() == "This cannot be drawn: the ceilings have no row for 'multiply' in float16."
+    assert "cannot be drawn" in found["labkit-chart"].value and "<img" not in found["labkit-chart"].value
+    found["labkit-view"].value = "speedup"
+    assert "<img" in found["labkit-chart"].value
+
+
+def test_an_unknown_gpu_or_view_at_the_start_becomes_the_first():
+    model = SweepModel(sources(), gpu="no such GPU", view="no such view")
+    assert (model.gpu, model.view) == ("Made-up A", "speedup")
+    sweep_view.view(model)

@@ -124,6 +124,7 @@ class SweepModel(HasTraits):
         self.sources, self._points, self._moving, self._progress, self._drawn = sources, None, True, "", {}
         start = {"gpu": next(iter(sources)), "model": "gpt2", "layers": 12, "width": 768, "length": 128, "precision": "float16"}
         super().__init__(**start | wishes)
+        self.gpu, self.view = (self.gpu if self.gpu in sources else start["gpu"]), (self.view if self.view in VIEWS else VIEWS[0])
         self._snap("model")
         self._moving = False
         self._show(self._resting())
@@ -194,6 +195,8 @@ class SweepModel(HasTraits):
 
     def _show(self, status=""):
         """Bring table and sentences in line with the inputs, and say that all is in line."""
+        if self.busy:  # other points under the same settings
+            self._drawn.clear()
         table = self.source.curve(self.key)
         self.table = table[table["batch"].between(self.lowest, self.highest)] if len(table) else table
         self.summary, self.status = self._say_point(), status or self._resting()
@@ -222,12 +225,13 @@ class SweepModel(HasTraits):
 
     def chart(self):
         """Draw what is chosen: a Chart, or a sentence where there is nothing to draw. What is at rest is drawn once only."""
-        if self.busy:
-            self._drawn.clear()
         here = (self.gpu, self.key, self.view, self.lowest, self.highest, len(self.table),
                 self.view == "timeline" and self.batch)
         if (here, self.batch) not in self._drawn:
-            plain = self._drawn.get(here) or self._draw()
+            try:
+                plain = self._drawn.get(here) or self._draw()
+            except ValueError as error:  # what is there lacks something: say so, and leave no other chart standing
+                plain = f"This cannot be drawn: {error}."
             if isinstance(plain, str):
                 return plain
             self._drawn |= {here: plain, (here, self.batch): plain.marked(self.batch)}
