@@ -1,6 +1,7 @@
 """The batch explorer and what-if without a kernel: every control, every transition, and sweeps that stop, fail or leave out."""
 
 import asyncio
+import json
 import io
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from made_up import GRIDS, LABEL, batch_sweep, ceilings, sources, sweep_row, table
 from PIL import Image
 
-from labkit import charts, launch_model, machine
+from labkit import charts, launch_model, machine, recordings
 from labkit.explorers import sweep_view, whatif_model, whatif_view
 from labkit.explorers.sweep_model import BATCHES, Live, SweepModel
 
@@ -454,3 +455,41 @@ def test_an_unknown_gpu_or_view_at_the_start_becomes_the_first():
     model = SweepModel(sources(), gpu="no such GPU", view="no such view")
     assert (model.gpu, model.view) == ("Made-up A", "speedup")
     sweep_view.view(model)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Give a function that records a made-up sweep of GPT-2: the name of a folder and of a GPU, and what to change in each row."""
+    def record(slug, gpu, change=dict):
+        rows = [change(sweep_row("gpt2", 12, 768, 128, "float16", batch)) for batch in BATCHES]
+        kept = {"schema": 1, "kind": "rows", "name": "sweep_gpt2", "command": "", "commit": "", "code_hash": "", "params": {},
+                "recorded_at": "2000-01-01", "machine": {"gpu": gpu}, "method": {}, "rows": rows}
+        (tmp_path / slug).mkdir()
+        (tmp_path / slug / "sweep_gpt2.json").write_text(json.dumps(kept))
+
+    monkeypatch.setattr(recordings, "FOLDER", tmp_path)
+    monkeypatch.setattr(machine, "mode", lambda: machine.Mode(False, "none is here"))
+    monkeypatch.delenv("LABKIT_RECORDING", raising=False)
+    return record
+
+
+def test_a_damaged_recording_is_left_out_and_the_others_serve(folder, tmp_path, capsys):
+    for slug in ("a", "b"):
+        folder(slug, slug.upper())
+    folder("c", "C", lambda row: {name: row[name] for name in row if name != "length"})
+    (tmp_path / "a" / "sweep_gpt2.json").write_text("{")
+    assert list(sweep_view.at_hand()) == ["B"]
+    said = capsys.readouterr().out
+    assert "Left out: a" in said and "sweep_gpt2.json cannot be read" in said and "Left out: c (KeyError: 'length')" in said
+    for slug in ("b", "c"):
+        (tmp_path / slug / "sweep_gpt2.json").write_text("{")
+    with pytest.raises(recordings.RecordingError, match="cannot be read"):
+        sweep_view.at_hand()
+
+
+def test_two_recordings_of_the_same_kind_of_gpu_are_both_offered(folder, monkeypatch):
+    for slug in ("old", "new"):
+        folder(slug, "Same GPU")
+    assert list(sweep_view.at_hand()) == ["Same GPU", "Same GPU (old)"]
+    monkeypatch.setenv("LABKIT_RECORDING", "old")
+    assert list(sweep_view.at_hand()) == ["Same GPU", "Same GPU (new)"]

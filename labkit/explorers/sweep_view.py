@@ -29,22 +29,34 @@ def explore(sources=None, still=True, **wishes):
 
 
 def at_hand():
-    """Return the sources that this machine offers, {name: source}: measuring here first, then each recorded GPU."""
-    names = {model: f"sweep_{model}" for model in charts.MODELS}
-    slugs = sorted({slug for name in names.values() for slug in recordings.available(name)},
+    """Return the sources that this machine offers, {name: source}: measuring here first, then each recorded GPU that can be read."""
+    slugs = sorted({slug for model in charts.MODELS for slug in recordings.available(f"sweep_{model}")},
                    key=lambda slug: (slug != recordings.chosen(), slug))
     found = {"measure here": Live(constants=_constants, ceilings=experiments.EXPERIMENTS["ceilings"])} if machine.mode().live else {}
+    trouble = None
     for slug in slugs:
-        tables = {model: _recorded(name, slug) for model, name in names.items() if slug in recordings.available(name)}
-        gpu = next(iter(tables.values())).attrs["provenance"]["gpu"]
-        if slug in recordings.available("launch_constants"):
-            from labkit import launch_model
-            constants = launch_model.fit(_recorded("launch_constants", slug))
-            tables = {model: launch_model.add_predictions(table, constants) for model, table in tables.items()}
-        ceilings = _recorded("ceilings", slug) if slug in recordings.available("ceilings") else None
-        found[gpu] = Recorded(tables, ceilings)
+        try:
+            gpu, source = _source(slug)
+        except (recordings.RecordingError, KeyError, TypeError, ValueError) as error:  # damaged, or it lacks something
+            trouble = error
+            print(f"Left out: {slug} ({type(error).__name__}: {error})")
+        else:
+            found[f"{gpu} ({slug})" if gpu in found else gpu] = source
+    if trouble and not found:
+        raise trouble
     gc.collect()  # here, and not, for as long as a chart takes, when a control is moved
     return found
+
+
+def _source(slug):
+    """Return the name of a recorded GPU, and its sweeps with what predictions and the roofline need, where that is recorded."""
+    tables = {model: _recorded(f"sweep_{model}", slug) for model in charts.MODELS if slug in recordings.available(f"sweep_{model}")}
+    gpu = next(iter(tables.values())).attrs["provenance"]["gpu"]
+    if slug in recordings.available("launch_constants"):
+        from labkit import launch_model
+        constants = launch_model.fit(_recorded("launch_constants", slug))
+        tables = {model: launch_model.add_predictions(table, constants) for model, table in tables.items()}
+    return gpu, Recorded(tables, _recorded("ceilings", slug) if slug in recordings.available("ceilings") else None)
 
 
 def _recorded(name, slug):
