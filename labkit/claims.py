@@ -194,10 +194,16 @@ def _when(table, small=4, late=32):
     curve, table = ["model", "layers", "width", "length", "precision"], table[table["skipped"] == ""]
     table = table.assign(gain=table["speedup"] - 1, weights=table["layers"] * table["width"] ** 2)
     early = table[table["batch"] <= small].groupby([*curve, "weights"])["gain"].median().rename("gain").reset_index("weights")
-    kept = (table[table["batch"] == late].set_index(curve)["gain"] / early["gain"][early["gain"] > 0.1]).dropna()
+    both = (table[table["batch"] == late].set_index(curve)["gain"] / early["gain"]).dropna()
+    if both.empty:
+        raise KeyError(f"model that was measured at batch {small} or less and at batch {late}")
+    kept = both[early["gain"].reindex(both.index) > 0.1]
+    if kept.empty:
+        return (False, False, early["gain"].quantile([0.5, 0, 1]), "gained at batch 1 to 4",
+                f"None of {len(both)} models gains more than a tenth at batch 1 to {small}.")
     deeper = early.groupby(["model", "length", "precision", "weights"])["gain"].diff().dropna() > 0
     half, most = (kept <= 0.5).mean(), (kept <= 0.9).mean()
-    return (half >= 0.9 and deeper.all(), most >= 0.5, kept.quantile([0.5, 0, 1]), "of the gain at batch 1 to 4",
+    return (half >= 0.9 and len(deeper) > 0 and deeper.all(), most >= 0.5, kept.quantile([0.5, 0, 1]), "of the gain at batch 1 to 4",
             f"At batch {late}, {(kept <= 0.5).sum()} of {len(kept)} models keep at most half of the gain that they have at batch "
             f"1 to {small}, the median {kept.median():.0%} of it; of {len(deeper)} pairs with as many weights, the deeper one "
             f"gains more in {deeper.sum()}.")
