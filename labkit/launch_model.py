@@ -66,10 +66,16 @@ def add_predictions(table, constants):
 
     An error is a share, above 0 where the prediction is too long. Rows without a trace get NaN.
     """
-    traced = table["eager_gpu_us"].map(lambda times: isinstance(times, list))
-    both = [predict(row, constants) if known else (np.nan, np.nan) for known, (_, row) in zip(traced, table.iterrows())]
+    both = [predict(row, constants) if known else (np.nan, np.nan) for known, (_, row) in zip(traced(table), table.iterrows())]
     eager, graph = np.array(both, dtype=float).reshape(-1, 2).T
+    walls = table.reindex(columns=["eager_wall_us", "graph_wall_us"]).astype(float)  # a sweep of which nothing fitted has none
     added = table.assign(predicted_eager_us=eager, predicted_graph_us=graph, predicted_speedup=eager / graph,
-                         eager_error=eager / table["eager_wall_us"] - 1, graph_error=graph / table["graph_wall_us"] - 1)
+                         eager_error=eager / walls["eager_wall_us"] - 1, graph_error=graph / walls["graph_wall_us"] - 1)
     added.attrs = table.attrs
     return added
+
+
+def traced(table):
+    """Say of each row of a sweep whether it has a trace; a sweep of which nothing fitted, or was traced, has not one."""
+    times = table.reindex(columns=["eager_gpu_us"])["eager_gpu_us"]
+    return times.map(lambda each: isinstance(each, list) and len(each) > 0).astype(bool)

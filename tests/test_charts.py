@@ -209,6 +209,8 @@ def test_predictions_say_medians_and_where_they_are_worst():
     assert "worst 30%" in text and "Worst graph: MLP, 6 layers, width 1,024, float32, batch 8." in text
     with pytest.raises(ValueError, match="no rows"):
         charts.predictions(made.assign(eager_error=np.nan))
+    with pytest.raises(ValueError, match="needs the column 'eager_error'"):
+        charts.predictions(MLP.drop(columns=["eager_error", "graph_error"]))
 
 
 def test_a_figure_used_again_shows_nothing_of_the_chart_before():

@@ -89,3 +89,11 @@ def test_the_queue_that_lab_40_teaches_is_the_packaged_one():
         for calls in (1, 10):
             taught = names["eager_us"](launches, kernels, CONSTANTS.hand_gap_us, calls)
             assert taught == pytest.approx(launch_model.eager_us(launches, kernels, CONSTANTS, calls))
+
+
+def test_a_sweep_without_any_trace_gets_no_predictions():
+    nothing = table([{"batch": 1, "skipped": "out of memory"}])  # as recorded where no batch fitted
+    empty = table([row() | {"eager_launch_at_us": [], "eager_gpu_us": []}])
+    for made in (nothing, empty):
+        assert launch_model.add_predictions(made, CONSTANTS)[["predicted_eager_us", "graph_error"]].isna().all(axis=None)
+        assert not launch_model.traced(made).any()

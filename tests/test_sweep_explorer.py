@@ -322,8 +322,11 @@ def test_what_if_follows_its_sliders():
     assert model.batch == 64 == model.batches()[-1]  # those beyond did not fit
     model.curve = list(model.curves)[-1]
     assert model.curve in model.summary and model.batch in model.batches()
-    with pytest.raises(ValueError, match="needs a sweep with traces"):
-        whatif_model.WhatIfModel(table([sweep_row("mlp", 6, 1024, 1, "float16", 1, traced=False)]), CONSTANTS)
+    for bare in (sweep_row("mlp", 6, 1024, 1, "float16", 1, traced=False), {"batch": 1, "skipped": "out of memory"}):
+        with pytest.raises(ValueError, match="needs a sweep with traces"):
+            whatif_model.WhatIfModel(table([bare]), CONSTANTS)
+    unknown = whatif_model.WhatIfModel(TRACED, CONSTANTS, curve="no such curve", batch=3)
+    assert unknown.curve == next(iter(unknown.curves)) and unknown.batch in (2, 4)
 
 
 def test_what_if_has_labelled_sliders_and_bars(monkeypatch):

@@ -84,7 +84,7 @@ def predictions(table, title=None):
     """Draw how far predictions are off, eager and graph, for every traced row of sweeps, over bands of 5, 10 and 20 %."""
     require(table, "eager_wall_us" if table.empty else "model")
     done, _ = measured(table)
-    done = done.dropna(subset=["eager_error", "graph_error"])
+    done = done.dropna(subset=[name for name in ("eager_error", "graph_error") if name in done])
     require(done, "eager_error", "graph_error", "eager_wall_us", "graph_wall_us")
     figure, *panels = blank(5.0, 2, (0.84, 0.62, 0.66, 0.62, 0.36))
     reach, said = max(0.25, *done[["eager_error", "graph_error"]].abs().max() * 1.1), []

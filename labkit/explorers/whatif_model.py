@@ -20,14 +20,15 @@ class WhatIfModel(HasTraits):
     times, summary = Tuple(), Unicode()
 
     def __init__(self, table, constants, **wishes):
-        traced = table[table["eager_gpu_us"].map(lambda times: isinstance(times, list))]
+        traced = table[launch_model.traced(table)]
         if traced.empty:
             raise ValueError("what-if needs a sweep with traces (eager_gpu_us and others), and this table has none")
         self.constants, self.provenance = constants, table.attrs["provenance"]
         self.curves = {charts.curve_name(dict(zip(CURVE, key))): part.set_index("batch", drop=False)
                        for key, part in traced.groupby(list(CURVE), sort=False)}
-        first = next(iter(self.curves))
-        super().__init__(**{"curve": first, "batch": int(self.curves[first].index[0])} | wishes)
+        curve = wishes.get("curve")
+        wishes["curve"] = curve = curve if curve in self.curves else next(iter(self.curves))
+        super().__init__(**{"batch": int(self.curves[curve].index[0])} | wishes)
         self._predict()
 
     def batches(self):
