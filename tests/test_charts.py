@@ -2,6 +2,7 @@
 
 import base64
 import io
+import types
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ from made_up import LABEL, batch_sweep, ceilings, interval, nodes, pair, step, t
 from matplotlib.image import imread
 
 from labkit import charts
-from labkit.charts import canvas, drawing
+from labkit.charts import canvas, drawing, sweeps
 
 SIZES = table([interval({"size": 2**k, "enqueue_us": 10.0, "gpu_us": 10.0 * (2**k / 1024) ** 3}, "gpu_us")
                for k in range(5, 14)])
@@ -198,6 +199,36 @@ def test_a_roofline_names_the_higher_floor_and_needs_the_ceilings_of_its_precisi
     assert f"At batch 512 the floor is {charts.time(multiply)}, set by what the step must multiply" in text
     with pytest.raises(ValueError, match="no row for 'multiply' in float32"):
         charts.roofline(one, ceilings()[:1])
+
+
+@pytest.fixture
+def unfinished(monkeypatch):
+    """Let a sweep's chart end before it is emptied: call it through this, which returns the figure and the sentences."""
+    monkeypatch.setattr(sweeps, "finish", lambda figure, table, title, said, *_: types.SimpleNamespace(marked=lambda at: (figure, said)))
+    monkeypatch.setattr(canvas, "_KEPT", {})
+
+
+@pytest.mark.parametrize("first", [0, 3, 6])
+def test_reasons_for_what_was_left_out_stay_inside_the_picture(unfinished, first):
+    rows = CURVE.sort_values("batch").reset_index(drop=True)  # on a small GPU each batch needs another size: a reason each
+    for i in range(first, first + 4):
+        rows.loc[i, "skipped"] = f"a cache of {2**i} x 1,024 tokens needs about {2**i}.5 GiB; 0.4 GiB of this GPU are free"
+    rows.attrs = CURVE.attrs
+    figure, said = charts.sweep(rows)
+    assert all(any(f"batch {2**i:,} (a cache of {2**i} x 1,024" in words for words in said) for i in range(first, first + 4))
+    top, (left, bottom), (right, _) = figure.axes[0], *figure.bbox.get_points()
+    crosses = [line for line in top.lines if line.get_marker() == "x"]
+    assert crosses and top.texts
+    for artist in (*top.texts, *crosses):
+        extent = artist.get_window_extent(figure.canvas.get_renderer())
+        assert left <= extent.x0 and extent.x1 <= right and bottom <= extent.y0 and extent.y1 <= top.bbox.y1 + 1
+
+
+def test_a_floor_of_one_batch_can_be_seen(unfinished):
+    one = CURVE.sort_values("batch")[:1]
+    one.attrs = CURVE.attrs
+    figure, _ = charts.roofline(one, ceilings())
+    assert [line.get_marker() for line in figure.axes[0].lines].count("_") == 2
 
 
 def test_predictions_say_medians_and_where_they_are_worst():

@@ -61,7 +61,7 @@ def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
     for how in HOWS:
         _line(axes, done, f"{how}_wall_us", *FIXED[how])
     for (name, floor), style, colour in zip(floors.items(), ("-.", ":"), (PURPLE, INK)):
-        axes.plot(done["batch"], floor, color=colour, linestyle=style, linewidth=2)
+        axes.plot(done["batch"], floor, color=colour, linestyle=style, linewidth=2, marker="_" if len(done) == 1 else "", markersize=16)
         ends = [(done["batch"].iloc[i], every.min() / 1.6) for i in (-1, 0)]
         axes.add_artist(Polygon([*zip(done["batch"], floor), *ends], color=PALE, linewidth=0, zorder=0))
     highest = floors.max(axis=1)
@@ -200,14 +200,15 @@ def _mark_low_overhead(top, below, done):
 
 
 def _mark_left_out(axes, left_out):
-    """Mark the batches that were left out by a cross and the reason; return a sentence for each reason."""
-    said = []
-    for place, (reason, part) in enumerate(left_out.groupby("skipped", sort=False)):
-        batches = ", ".join(f"{batch:,}" for batch in part["batch"])
-        height, to_axes = 0.06 + 0.24 * place, axes.get_xaxis_transform()
-        axes.plot(part["batch"], [height] * len(part), "x", color=INK, markersize=7, markeredgewidth=2, transform=to_axes)
-        short = textwrap.shorten(reason, 60, placeholder=" …")
-        axes.annotate(f"left out: {short}", (part["batch"].iloc[-1], height), (4, 7), xycoords=to_axes, textcoords="offset points",
-                      ha="right", fontsize=9, color=INK)
-        said.append(f"Left out: batch {batches} ({reason}).")
-    return said
+    """Mark the batches that were left out by crosses and the first one's reason; return a sentence for each reason."""
+    if left_out.empty:
+        return []
+    height, to_axes, reason = 0.06, axes.get_xaxis_transform(), left_out["skipped"].iloc[0]
+    axes.plot(left_out["batch"], [height] * len(left_out), "x", color=INK, markersize=7, markeredgewidth=2, transform=to_axes)
+    words = f"left out: {textwrap.shorten(reason, 60, placeholder=' …')}"
+    words = words.removesuffix(" …") + " …" if (left_out["skipped"] != reason).any() else words
+    last = axes.transAxes.inverted().transform(axes.transData.transform((left_out["batch"].iloc[-1], 1)))[0]
+    axes.annotate(words, (max(last, 0.0135 * len(words)), height), (4, 7), xycoords="axes fraction",  # within the left edge
+                  textcoords="offset points", ha="right", fontsize=9, color=INK)
+    return [f"Left out: batch {', '.join(f'{batch:,}' for batch in part['batch'])} ({reason})."
+            for reason, part in left_out.groupby("skipped", sort=False)]
