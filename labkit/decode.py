@@ -37,8 +37,11 @@ class DecodeStep(nn.Module):
 
 
 def decode_step(model, batch, context):
-    """Return a DecodeStep and random ids for it, (batch, 1); raises models.TooLarge if they would not fit on the GPU."""
+    """Return a DecodeStep and random ids for it, (batch, 1); raises models.TooLarge if they would not fit, ValueError."""
     weight, config = next(model.parameters()), model.config
+    if batch < 1 or not 1 <= context <= config.max_position_embeddings:
+        raise ValueError(f"this model takes a batch of 1 or more and a context of 1 to {config.max_position_embeddings:,}, "
+                         f"not {batch} and {context}")  # a position beyond would break this process's GPU work for good
     heads, head = _heads(config)
     numbers = batch * (2 * config.num_hidden_layers * context * heads * head + 4 * config.vocab_size)
     models.require_room(f"a cache of {batch} x {context:,} tokens", numbers * weight.itemsize)

@@ -26,8 +26,15 @@ def test_a_step_gives_the_token_that_the_whole_text_gives(kind):
 
 def test_a_step_that_does_not_fit_is_refused_with_what_it_needs(monkeypatch):
     monkeypatch.setattr(models.machine, "free_bytes", lambda: 1 << 20)
-    with pytest.raises(models.TooLarge, match=r"a cache of 512 x 4,096 tokens needs about [\d.]+ GiB; 0.0 GiB"):
-        decode.decode_step(small("gpt2"), batch=512, context=4096)
+    with pytest.raises(models.TooLarge, match=r"a cache of 512 x 1,024 tokens needs about [\d.]+ GiB; 0.0 GiB"):
+        decode.decode_step(small("gpt2"), batch=512, context=1024)
+
+
+@pytest.mark.parametrize("batch, context", [(0, 8), (1, 0), (1, 1025)])
+def test_a_context_that_the_model_has_no_positions_for_is_refused(monkeypatch, batch, context):
+    monkeypatch.setattr(models.machine, "free_bytes", lambda: 1 << 40)
+    with pytest.raises(ValueError, match=f"context of 1 to 1,024, not {batch} and {context}"):
+        decode.decode_step(small("gpt2"), batch, context)
 
 
 def test_a_step_and_ids_come_together(monkeypatch):
