@@ -86,6 +86,25 @@ def test_a_new_sweep_waits_for_the_profiler_of_a_stopped_one(gpu):
     points.close()
 
 
+def test_two_sweeps_take_turns(gpu):
+    first, second = (sweeps.sweep_points("mlp", 2, 8, 1, "float32", batches=(1, 2)) for _ in range(2))
+    assert isinstance(next(first), dict) and "still going on" in next(second)
+    first.close()  # as Stop does
+    assert isinstance(next(second), dict)
+    second.close()
+    assert len(rows_of(1)) == 2
+
+
+def test_whatever_ends_the_work_beside_is_heard():
+    def leave():
+        raise SystemExit("gone")
+
+    with pytest.raises(SystemExit, match="gone"):
+        for _, _ in zip(range(10**7), sweeps.beside(leave, "waiting")):
+            pass
+    assert not sweeps._at_work.locked()
+
+
 def test_recorded_sweeps_measure_a_curve_in_common_rounds_and_then_alone_what_had_no_room(gpu, monkeypatch):
     def as_pair(call, x, before=sweeps.as_pair, tried=[]):
         tried.append(len(x))

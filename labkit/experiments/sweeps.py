@@ -9,6 +9,7 @@ PRECISIONS, BATCHES = ("float32", "float16", "bfloat16"), (1, 2, 4, 8, 16, 32, 6
 CHAINS = (6, 20, 40, 80, 160)  # links of three kernels each
 INPUTS, TRACE = ("model", "layers", "width", "length", "precision"), ("launch_at_us", "launch_us", "start_us", "gpu_us")
 _at_work = threading.Lock()  # held while something runs beside
+_sweeping = threading.Lock()  # held while a sweep yields points, so that two explorers take turns
 
 
 @experiment
@@ -48,16 +49,19 @@ def sweep_points(model, layers, width, length, precision, batches=BATCHES):
     A batch that does not fit has its reason in `skipped`. length: tokens of a transformer step, context of a decode step
     (gpt2, llama). Raises ValueError for an unknown model, size or precision, NoGPU without a GPU.
     """
-    while _at_work.locked():
+    while _at_work.locked() or not _sweeping.acquire(blocking=False):
         yield "Something of the sweep before is still going on."
-    rows, curve = [], dict(zip(INPUTS, (model, layers, width, length, precision)))
-    steps = _steps(**curve)
-    for batch in batches:
-        rows.append(curve | {"batch": batch} | _measured(steps, (batch,), length)[batch])
-        yield rows[-1]
-    del steps
-    fitting = [row for row in rows if not row["skipped"]]
-    yield from (yield from beside(lambda: _traced(fitting), "Each point is profiled once, in a process of its own."))
+    try:
+        rows, curve = [], dict(zip(INPUTS, (model, layers, width, length, precision)))
+        steps = _steps(**curve)
+        for batch in batches:
+            rows.append(curve | {"batch": batch} | _measured(steps, (batch,), length)[batch])
+            yield rows[-1]
+        del steps
+        fitting = [row for row in rows if not row["skipped"]]
+        yield from (yield from beside(lambda: _traced(fitting), "Each point is profiled once, in a process of its own."))
+    finally:
+        _sweeping.release()
 
 
 def beside(work, words):
@@ -68,7 +72,7 @@ def beside(work, words):
         with _at_work:
             try:
                 ended.append((work(), None))
-            except Exception as error:
+            except BaseException as error:  # else those who wait would never hear of the end
                 ended.append((None, error))
 
     threading.Thread(target=run, daemon=True).start()
