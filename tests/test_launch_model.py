@@ -97,3 +97,8 @@ def test_a_sweep_without_any_trace_gets_no_predictions():
     for made in (nothing, empty):
         assert launch_model.add_predictions(made, CONSTANTS)[["predicted_eager_us", "graph_error"]].isna().all(axis=None)
         assert not launch_model.traced(made).any()
+
+
+def test_lab_40_keeps_the_name_of_its_table_of_predictions_for_it():
+    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "40_explore_batch_size.ipynb")
+    assert sum("predicted = " in cell for cell in cells) == 1  # else a cell run again would break those below
