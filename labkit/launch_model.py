@@ -49,8 +49,8 @@ def launches_us(row):
     The profiler slows launches, so only their proportions are taken from the trace; together they take `eager_enqueue_us`.
     """
     at = np.sort(row["eager_launch_at_us"])
-    gaps = np.diff(at, append=2 * at[-1] - at[-2] if len(at) > 1 else 1.0)
-    return gaps / gaps.sum() * row["eager_enqueue_us"]
+    lasts = np.diff(at, append=2 * at[-1] - at[-2] if len(at) > 1 else 1.0)
+    return (lasts / lasts.sum() if lasts.any() else 1 / len(at)) * row["eager_enqueue_us"] * np.ones(len(at))
 
 
 def predict(row, constants, cpu=1.0, gpu=1.0, layers=1):

@@ -55,6 +55,7 @@ def test_launches_keep_the_rhythm_of_the_profiler_and_the_pace_without_it():
     step = row(launches=3) | {"eager_launch_at_us": [0.0, 30.0, 40.0]}
     assert launch_model.launches_us(step) == pytest.approx([36, 12, 12])
     assert launch_model.launches_us(row(launches=1)) == pytest.approx([60])
+    assert launch_model.launches_us(row(launches=3, apart=0.0)) == pytest.approx([20, 20, 20])
 
 
 def test_faster_machines_and_longer_steps():

@@ -205,6 +205,15 @@ def test_a_batch_that_does_not_fit_is_left_out_with_its_reason():
     assert "left out" in model.chart()
 
 
+def test_constants_that_cannot_be_measured_cost_no_traces():
+    def fail():
+        raise RuntimeError("no room for chains")
+
+    model = live(constants=fail)
+    asyncio.run(model.measure())
+    assert "by an error: no room for chains" in model.status and model.table["eager_gpu_us"].map(len).all() and not model.busy
+
+
 def test_live_points_come_first_without_traces_then_with_predictions():
     asked = []
     model = live(constants=lambda: asked.append("constants") or CONSTANTS, ceilings=lambda: asked.append("ceilings") or ceilings())

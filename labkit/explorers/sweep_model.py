@@ -73,15 +73,17 @@ class Live:
         self.curves[key] = {}
 
     def rows(self, key, batches):
-        """Measure a curve: yields rows, each first without and later with its traces, and sentences about other work."""
+        """Measure a curve: yields rows, first without, then with traces, at last with predictions; and sentences meanwhile."""
         with closing(self.points(*key, batches)) as points:
             for row in points:
-                if isinstance(row, dict) and row.get("eager_gpu_us"):
-                    yield from self._measure_once()
-                    row = row | self._predicted(row)
                 if isinstance(row, dict):
                     self.curves[key][row["batch"]] = row
                 yield row
+        yield from self._measure_once()
+        for batch, row in self.curves[key].items():
+            if row.get("eager_gpu_us") and self.constants:
+                self.curves[key][batch] = row | self._predicted(row)
+                yield self.curves[key][batch]
 
     def forget(self):
         """Keep all: what was measured stays true."""
@@ -94,8 +96,6 @@ class Live:
                 self.ask[name] = None
 
     def _predicted(self, row):
-        if self.constants is None:
-            return {}
         from labkit import launch_model
         return launch_model.add_predictions(pd.DataFrame([row]), self.constants).iloc[0].to_dict()
 
@@ -228,6 +228,8 @@ class SweepModel(HasTraits):
         here = (self.gpu, self.key, self.view, self.lowest, self.highest, len(self.table),
                 self.view == "timeline" and self.batch)
         if (here, self.batch) not in self._drawn:
+            if len(self._drawn) > 500:
+                self._drawn.clear()
             try:
                 plain = self._drawn.get(here) or self._draw()
             except ValueError as error:  # what is there lacks something: say so, and leave no other chart standing
