@@ -15,7 +15,6 @@ CHANGES = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "seque
            "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams",
            "exponential_decay_length_penalty", "penalty_alpha", "watermarking_config")
 NEUTRAL = {"repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,), "min_length": (0,), "num_beams": (1,), "guidance_scale": (1.0,)}
-TOLERANCE = 512  # by how many of the type's smallest steps logits may differ, measured on the largest of them
 
 
 class DecodeStep(nn.Module):
@@ -247,7 +246,7 @@ def _prove(decoder):
 
 def _compare(decoder, length, n, padded):
     """Decode n tokens from random prompts; raise DecoderRefused unless logits and tokens are generate()'s."""
-    model, random = decoder.model, torch.Generator().manual_seed(length)
+    model, random, precision = decoder.model, torch.Generator().manual_seed(length), torch.finfo(decoder.model.dtype).eps
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (decoder.batch, length), generator=random).to(model.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -260,9 +259,9 @@ def _compare(decoder, length, n, padded):
     for i in range(n):
         token, other = chosen[:, i], decoder.step.token[:, 0]
         apart = (logits - wanted[i]).abs().amax(-1) / wanted[i].abs().amax(-1).clamp_min(1e-6)
-        if not (apart[alike] <= TOLERANCE * torch.finfo(model.dtype).eps).all():
+        if not (apart[alike] <= min(512 * precision, precision ** 0.5)).all():
             raise DecoderRefused(f"after a prompt of {length} tokens{' and padding' if padded else ''}, the logits of new token "
-                                 f"{i + 1} differ from generate()'s by {apart[alike].max():.1%} of the largest")
+                                 f"{i + 1} differ from generate()'s by {apart[alike].max():.2g} of the largest")
         alike &= token == other  # tokens that differ though logits do not: a tie, from where on the texts are different ones
         if i + 1 < n:
             logits = decoder.advance()
