@@ -14,7 +14,7 @@ from labkit import decoding, graphs, models
 CHANGES = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "guidance_scale",
            "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams",
            "exponential_decay_length_penalty", "penalty_alpha", "watermarking_config")
-NEUTRAL = {"repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,), "min_length": (0,), "num_beams": (1,), "guidance_scale": (1.0,)}
+NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1, "guidance_scale": 1.0}
 
 
 class DecodeStep(nn.Module):
@@ -90,7 +90,8 @@ class GraphedDecoder:
         if self.captured:
             numbers = 2 * batch * model.config.num_hidden_layers * max_length * math.prod(_heads(model.config))
             models.require_room(f"a cache of {batch} x {max_length:,} tokens", numbers * model.dtype.itemsize)
-        for self.experts in (None, "batched_mm") if self.captured and experts is None and _has_experts(model) else (experts,):
+        switch = self.captured and experts is None and any("experts" in name for name, _ in model.named_modules())
+        for self.experts in (None, "batched_mm") if switch else (experts,):
             for self.masks in [masks] if masks else ["static", "own"]:
                 try:
                     self.graphs, self.step = {}, decoding.StaticStep(model, max_length, batch, self.masks, self.experts)
@@ -102,7 +103,7 @@ class GraphedDecoder:
                     raise
                 except Exception as error:  # whatever a model's own code may raise
                     how = f"with {self.masks} masks" + (f" and {self.experts}" if self.experts else "")
-                    refused.setdefault(_told(error), how)
+                    refused.setdefault(_in_words(error), how)
         raise DecoderRefused("\n  ".join([f"{type(model).__name__} is not decoded, as it would not decode as generate() does:",
                                           *(f"{how}: {why}" for why, how in refused.items())]))
 
@@ -110,10 +111,10 @@ class GraphedDecoder:
         """Have the step pick tokens so from now on; captured, if it is not yet."""
         self.pick = pick
         if self.captured and pick not in self.graphs:
-            self.step.prefill(self.step.rehearsal(), self.step.valid[:, :2], pick)  # what is lazy is made, the warm-up has room
-            self.graphs[pick] = graphs.GraphedCallable(
-                functools.partial(self.step, pick), clone=False, generators=() if pick == "greedy" else (self.step.generator,),
-                pool=next((graph.pool for graph in self.graphs.values()), None))
+            self.step.prefill(self.step.rehearsal(), self.step.valid[:, :2], pick)  # so that the warm-up has room
+            pool, random = next((graph.pool for graph in self.graphs.values()), None), self.step.generator
+            self.graphs[pick] = graphs.GraphedCallable(functools.partial(self.step, pick), clone=False, pool=pool,
+                                                       generators=() if pick == "greedy" else (random,))
 
     @torch.inference_mode()
     def reset(self):
@@ -197,9 +198,8 @@ def _checked(decoder, ids, n, mask):
 def _refuse_model(model):
     """Raise DecoderRefused for a model that cannot be decoded so, whatever its tokens."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    default, asked = GenerationConfig(), model.generation_config
-    devices = {p.device for p in model.parameters()}
-    changes = [option for option in CHANGES if getattr(asked, option, None) not in (None, getattr(default, option, None), *NEUTRAL.get(option, ()))]
+    devices, asked = {p.device for p in model.parameters()}, model.generation_config
+    changes = [option for option in CHANGES if getattr(asked, option, None) not in (None, NEUTRAL.get(option))]
     for wrong, why in (
             (model.config.is_encoder_decoder, "it has an encoder: only decoders are decoded so"),
             (not decoding.cache_keyword(model), "it keeps no cache: its forward takes none"),
@@ -212,11 +212,7 @@ def _refuse_model(model):
             raise DecoderRefused(f"{name} is not decoded: {why}")
 
 
-def _has_experts(model):
-    return any("experts" in name for name, _ in model.named_modules())
-
-
-def _told(error):
+def _in_words(error):
     """Return an error in one paragraph: its own words if it is one of ours, else its type and first line as well."""
     ours = isinstance(error, (DecoderRefused, graphs.CaptureError))
     return str(error) if ours else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -241,7 +237,7 @@ def _prove(decoder):
             if edge + 3 <= most:
                 _compare(decoder, edge, min(8, most - edge + 1), padded=True)
     except Exception as error:
-        decoder.padding_refused = f"{type(decoder.model).__name__} does not decode padded prompts: {_told(error)}"
+        decoder.padding_refused = f"{type(decoder.model).__name__} does not decode padded prompts: {_in_words(error)}"
 
 
 def _compare(decoder, length, n, padded):
@@ -251,7 +247,8 @@ def _compare(decoder, length, n, padded):
     ids = torch.randint(vocabulary, (decoder.batch, length), generator=random).to(model.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     if padded:
-        mask = torch.arange(length, device=ids.device) >= (1 + torch.arange(len(ids), device=ids.device)[:, None]) % (length - 1)
+        places, rows = torch.arange(length, device=ids.device), torch.arange(len(ids), device=ids.device)
+        mask = places >= (1 + rows[:, None]) % max(2, length - 1)
     decoder.step.end_at(())
     wanted, chosen = _generated(model, ids, mask, n)
     alike = torch.ones_like(mask[:, 0])  # sequences that have had the same tokens so far
@@ -260,8 +257,8 @@ def _compare(decoder, length, n, padded):
         token, other = chosen[:, i], decoder.step.token[:, 0]
         apart = (logits - wanted[i]).abs().amax(-1) / wanted[i].abs().amax(-1).clamp_min(1e-6)
         if not (apart[alike] <= min(512 * precision, precision ** 0.5)).all():
-            raise DecoderRefused(f"after a prompt of {length} tokens{' and padding' if padded else ''}, the logits of new token "
-                                 f"{i + 1} differ from generate()'s by {apart[alike].max():.2g} of the largest")
+            raise DecoderRefused(f"after a {'padded ' if padded else ''}prompt of {length} tokens, the logits of new token {i + 1} "
+                                 f"differ from generate()'s by {apart[alike].max():.2g} of the largest")
         alike &= token == other  # tokens that differ though logits do not: a tie, from where on the texts are different ones
         if i + 1 < n:
             logits = decoder.advance()

@@ -45,7 +45,8 @@ class StaticStep:
         self.options = {name: torch.full((), value, device=device) for name, value in SAMPLING.items()}
         self.generator = torch.Generator(device)
         self.template = self.ends = None
-        logits = self._forward(self._prepared(self.rehearsal(), self.valid[:, :2], self.places[:2].expand(batch, 2), first=True))
+        ids, positions = self.rehearsal(), self.places[:2].expand(batch, 2)
+        logits = self._forward(self._prepared(ids, self.valid[:, :2], positions, first=True))
         self.ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)  # which tokens end a sequence
         self.slot.fill_(2)
         self.template = self._template() if masks == "static" else None
@@ -139,7 +140,8 @@ class StaticStep:
         if not given:
             return "greedy"
         limits = {"temperature": (given.get("temperature", 1) > 0, "above 0 (for greedy, leave all sampling options out)"),
-                  "top_k": (given.get("top_k", 1) >= 1, "1 or more"), "top_p": (0 < given.get("top_p", 1) <= 1, "above 0, at most 1")}
+                  "top_k": (given.get("top_k", 1) >= 1, "1 or more"),
+                  "top_p": (0 < given.get("top_p", 1) <= 1, "above 0 and at most 1")}
         for name, (fits, wanted) in limits.items():
             if not fits:
                 raise ValueError(f"{name} must be {wanted}, not {given[name]}")
@@ -169,8 +171,8 @@ class StaticStep:
         if others := [k for k, v in inputs.items() if isinstance(v, torch.Tensor) and id(v) not in known]:
             raise ValueError(f"its step takes other tensors too: {', '.join(others)}")
         sliding, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-        kinds = {"full_attention": ("full", 0), "sliding_attention": ("sliding", sliding), "chunked_attention": ("chunked", chunk),
-                 None: ("sliding", sliding) if sliding else ("chunked", chunk) if chunk else ("full", 0)}
+        kinds = {"sliding_attention": ("sliding", sliding), "chunked_attention": ("chunked", chunk), "full_attention": ("full", 0)}
+        kinds[None] = ("sliding", sliding) if sliding else ("chunked", chunk) if chunk else ("full", 0)
         masks = masks if isinstance(masks, dict) else {None: masks}
         needed = {name: None if mask is None else kinds.get(name) for name, mask in masks.items()}
         shape = (len(self.token), 1, 1, self.max_length)
