@@ -257,8 +257,8 @@ def _compare(decoder, length, n, padded):
         token, other = chosen[:, i], decoder.step.token[:, 0]
         apart = (logits - wanted[i]).abs().amax(-1) / wanted[i].abs().amax(-1).clamp_min(1e-6)
         if not (apart[alike] <= min(512 * precision, precision ** 0.5)).all():
-            raise DecoderRefused(f"after a {'padded ' if padded else ''}prompt of {length} tokens, the logits of new token {i + 1} "
-                                 f"differ from generate()'s by {apart[alike].max():.2g} of the largest")
+            raise DecoderRefused(f"after a {'padded ' if padded else ''}prompt of {length} tokens, the logits of new "
+                                 f"token {i + 1} differ from generate()'s by {apart[alike].max():.2g} of the largest")
         alike &= token == other  # tokens that differ though logits do not: a tie, from where on the texts are different ones
         if i + 1 < n:
             logits = decoder.advance()

@@ -114,7 +114,7 @@ class StaticStep:
             return logits.argmax(-1)
         scores, order = logits / self.options["temperature"], None
         if pick == "filtered":
-            scores, order = scores.sort(-1, descending=True, stable=True)
+            scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
             ranks = torch.arange(scores.shape[-1], device=scores.device)
             scores = scores.masked_fill(ranks >= self.options["top_k"], -torch.inf)
             shares = scores.softmax(-1)
@@ -171,7 +171,8 @@ class StaticStep:
         if others := [k for k, v in inputs.items() if isinstance(v, torch.Tensor) and id(v) not in known]:
             raise ValueError(f"its step takes other tensors too: {', '.join(others)}")
         sliding, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-        kinds = {"sliding_attention": ("sliding", sliding), "chunked_attention": ("chunked", chunk), "full_attention": ("full", 0)}
+        kinds = {"full_attention": ("full", 0), "sliding_attention": ("sliding", sliding)}
+        kinds["chunked_attention"] = "chunked", chunk
         kinds[None] = ("sliding", sliding) if sliding else ("chunked", chunk) if chunk else ("full", 0)
         masks = masks if isinstance(masks, dict) else {None: masks}
         needed = {name: None if mask is None else kinds.get(name) for name, mask in masks.items()}
