@@ -49,8 +49,8 @@ PECULIAR = {
 LEFT_OUT = (
     "blt", "cohere_compass_text", "dots3_note", "emu3", "exaone", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_assistant",
     "gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2", "gpt-sw3", "inkling2_loop_text", "inkling2_text",
-    "internlm3", "iquestcoder", "llama4", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5",
-    "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text")
+    "internlm3", "iquestcoder", "llama4", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal",
+    "qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text")
 
 
 def known_architectures():

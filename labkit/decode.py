@@ -3,6 +3,8 @@
 import functools
 import inspect
 import math
+import os
+import traceback
 
 import torch
 from torch import nn
@@ -87,8 +89,9 @@ class GraphedDecoder:
             raise ValueError(f"max_length must be 8 or more and batch 1 or more, not {max_length} and {batch}")
         self.model, self.max_length, self.batch = model, max_length, batch
         self.captured, self.padding_refused, refused = model.device.type == "cuda", None, {}
-        if self.captured:
-            numbers = 2 * batch * model.config.num_hidden_layers * max_length * math.prod(_heads(model.config))
+        config = model.config.get_text_config(decoder=True)
+        if self.captured and getattr(config, "num_attention_heads", None):
+            numbers = 2 * batch * config.num_hidden_layers * max_length * math.prod(_heads(config))
             models.require_room(f"a cache of {batch} x {max_length:,} tokens", numbers * model.dtype.itemsize)
         switch = self.captured and experts is None and any("experts" in name for name, _ in model.named_modules())
         for self.experts in (None, "batched_mm") if switch else (experts,):
@@ -124,6 +127,7 @@ class GraphedDecoder:
     def begin(self, ids, mask, pick="greedy"):
         """Run prompts through the model, eagerly, and pick the first tokens; returns their logits, (batch, vocabulary)."""
         self._ready(pick)
+        self.step.generator.manual_seed(self.step.seed)  # after a capture, whose rehearsal draws
         self._fresh = True
         if self.captured:
             self.graphs[pick].rewind()
@@ -213,9 +217,15 @@ def _refuse_model(model):
 
 
 def _in_words(error):
-    """Return an error in one paragraph: its own words if it is one of ours, else its type and first line as well."""
-    ours = isinstance(error, (DecoderRefused, graphs.CaptureError))
-    return str(error) if ours else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    """Return in one line what went wrong and, if it was in the model's own code, at which line of it."""
+    if isinstance(error, DecoderRefused):
+        return str(error)
+    cause = error.cause if isinstance(error, graphs.CaptureError) else error
+    words = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+    lines = [frame for frame in traceback.extract_tb(cause.__traceback__) if f"{os.sep}transformers{os.sep}" in frame.filename]
+    if lines:
+        words += f" ({os.path.basename(lines[-1].filename)}, line {lines[-1].lineno}: {lines[-1].line})"
+    return words if cause is error else f"the capture failed: {error.kind}: {words}"
 
 
 def _prove(decoder):

@@ -4,11 +4,38 @@ import inspect
 import re
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import StaticCache, cache_utils
 
 WHOLE = {"StaticSlidingWindowLayer": "StaticLayer",
          "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer"}
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0}  # what each option is when it is left out
+
+
+class MadeBefore(TorchFunctionMode):
+    """Make tensors from Python's lists and numbers once: the copy to the GPU that makes them cannot be captured.
+
+    That is for torch.tensor(values) and for x[[-2]]. What comes out is a copy, made on the GPU.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.tensor and not isinstance(args[0], torch.Tensor):
+            return self._once((repr(args), repr(kwargs)), function, args, kwargs).clone()
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            device = args[0].device
+            args = args[0], tuple(self._once((repr(index), device), torch.tensor, (index,), {"device": device})
+                                  if isinstance(index, list) else index for index in args[1])
+        return function(*args, **kwargs)
+
+    def _once(self, key, function, args, kwargs):
+        if key not in self.made:
+            self.made[key] = function(*args, **kwargs)
+        return self.made[key]
 
 
 class StaticStep:
@@ -43,8 +70,9 @@ class StaticStep:
         self.allowed = torch.zeros((), dtype=model.dtype, device=device)
         self.forbidden = torch.full((), torch.finfo(model.dtype).min, dtype=model.dtype, device=device)
         self.options = {name: torch.full((), value, device=device) for name, value in SAMPLING.items()}
-        self.generator = torch.Generator(device)
+        self.generator, self.seed = torch.Generator(device), 0
         self.template = self.ends = None
+        self.constants = MadeBefore()
         ids, positions = self.rehearsal(), self.places[:2].expand(batch, 2)
         logits = self._forward(self._prepared(ids, self.valid[:, :2], positions, first=True))
         self.ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)  # which tokens end a sequence
@@ -78,10 +106,12 @@ class StaticStep:
 
     def __call__(self, pick):
         if self.template is None:
-            inputs = self._prepared(self.token, self.valid, self.position)
+            with self.constants:
+                inputs = self._prepared(self.token, self.valid, self.position)
         else:
             inputs = {**self.template[0], "attention_mask": self._masks()}
-        logits = self._forward(inputs)
+        with self.constants:
+            logits = self._forward(inputs)
         self._take(self._pick(logits, pick))
         return logits
 
@@ -147,7 +177,7 @@ class StaticStep:
                 raise ValueError(f"{name} must be {wanted}, not {given[name]}")
         for name, tensor in self.options.items():
             tensor.fill_(given.get(name, SAMPLING[name] or len(self.ends)))
-        self.generator.manual_seed(given.get("seed", 0))
+        self.seed = given.get("seed", 0)
         return "filtered" if {"top_k", "top_p"} & given.keys() else "sampled"
 
     def end_at(self, tokens):

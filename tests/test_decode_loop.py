@@ -1,4 +1,4 @@
-"""GraphedDecoder on the CPU: tokens equal generate()'s for many architectures, and whatever would be silently wrong is refused."""
+"""GraphedDecoder on the CPU: the tokens of generate() for many architectures; what would be silently wrong is refused."""
 
 import inspect
 
@@ -6,11 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from torch.utils import _pytree as pytree  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from labkit import architectures, decode, decoding  # noqa: E402
 
 TEN = ["gpt2", "llama", "qwen3", "mistral", "gemma3_text", "phi3", "opt", "gpt_neox", "falcon", "mixtral"]
 OTHERS = ["bloom", "mpt", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "cohere2", "olmo2", "starcoder2", "phi", "mamba",
           "jamba", "qwen3_next", "bart", "bert", "stablelm", "granitemoe", "smollm3", "glm4", "lfm2"]
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "aten.equal", "is_nonzero")
 
 
 def generated(model, ids, n, mask=None, **options):
@@ -64,6 +68,64 @@ def test_tokens_are_those_of_generate_with_and_without_padding_past_the_edge_of_
         assert len(tokens.unique()) > 5  # not one token again and again, which proves little
 
 
+class Tape(TorchDispatchMode):
+    """What a capture would keep of a step: its operations on tensors that stay where they are, no Python around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert not any(name in str(operation) for name in WAITS), f"{operation} would wait for the GPU, or copy from the CPU"
+        self.kept.append((operation, args, kwargs or {}, result := operation(*args, **kwargs or {})))
+        return result
+
+    def replay(self):
+        for operation, args, kwargs, then in self.kept:
+            for old, new in zip(pytree.tree_leaves(then), pytree.tree_leaves(operation(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@torch.inference_mode()
+def recorded(decoder, pick="greedy"):
+    """Have a decoder replay a recording of its step, as it would a graph."""
+    decoder.step.prefill(decoder.step.rehearsal(), decoder.step.valid[:, :2], pick)
+    decoder.step(pick)  # a warm-up
+    with Tape() as tape:
+        logits = decoder.step(pick)
+    decoder.advance = lambda: tape.replay() or logits
+    return decoder
+
+
+@pytest.mark.parametrize("name", [*TEN, "gemma2", "llama4_text", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next", "phi"])
+def test_a_step_recorded_once_and_replayed_gives_the_tokens_of_generate(name):
+    model, ids, mask = architectures.tiny_model(name), prompts(3, 6), padded(3, 6)
+    experts = "batched_mm" if "experts" in str(model) else None
+    decoder = recorded(decode.GraphedDecoder(model, 32, 3, experts=experts, masks="static"))
+    for given in (None, mask):
+        assert torch.equal(decoder.generate(ids, 20, attention_mask=given, eos_token_id=()), generated(model, ids, 20, given))
+
+
+@pytest.mark.parametrize("name, whole", [("roformer", decoding.WHOLE), ("recurrent_gemma", decoding.WHOLE), ("mistral", {})])
+def test_what_is_right_eagerly_and_wrong_once_captured_is_refused(name, whole, monkeypatch):
+    """Positions, or with `whole` left empty the window's edge, that the model keeps in Python: a replay does not move them."""
+    monkeypatch.setattr(decoding, "WHOLE", whole)
+    decoder = decode.GraphedDecoder(architectures.tiny_model(name), 32, 2, masks="own")
+    with torch.inference_mode():
+        decode._prove(decoder)
+        with pytest.raises(decode.DecoderRefused, match="logits of new token . differ from generate"):
+            decode._prove(recorded(decoder))
+
+
+def test_sampling_recorded_once_and_replayed_repeats_by_its_seed(llama):
+    decoder = decode.GraphedDecoder(llama, 32, 2)
+    wanted = decoder.generate(prompts(2, 5), 16, eos_token_id=(), top_k=9, temperature=0.8, seed=3)
+    recorded(decoder, "filtered")
+    assert torch.equal(decoder.generate(prompts(2, 5), 16, eos_token_id=(), top_k=9, temperature=0.8, seed=3), wanted)
+    assert not torch.equal(decoder.generate(prompts(2, 5), 16, eos_token_id=(), top_k=5, seed=4), wanted)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_too(name):
     model, ids = architectures.tiny_model(name), prompts(2, 5)
@@ -72,7 +134,7 @@ def test_other_architectures_too(name):
 
 
 @pytest.mark.parametrize("name, edge, length", [(name, 10, length) for name in ("mistral", "gemma2", "llama4_text")
-                                                for length in (8, 9, 10, 11, 20)])
+                                                for length in (8, 10, 20)])
 def test_tokens_across_the_edge_of_a_window_whichever_side_the_prompt_ends(name, edge, length):
     if name == "llama4_text" and transformers.__version__.startswith("5.17"):
         pytest.skip("this version of transformers cannot make chunked masks for a static cache")
@@ -198,7 +260,8 @@ def test_what_is_drawn_is_distributed_as_it_should_be(decoder):
     assert set(kept.nonzero().flatten().tolist()) == {0, 1, 2} and (kept[:3] - logits[:3].softmax(-1)).abs().max() < 0.03
     assert set(drawn(decoder.step, logits, top_p=0.7).nonzero().flatten().tolist()) == {0, 1}
     assert set(drawn(decoder.step, logits, top_p=1e-6).nonzero().flatten().tolist()) == {0}
-    assert set(drawn(decoder.step, logits, top_k=4, top_p=0.8).nonzero().flatten().tolist()) == {0, 1}
+    assert set(drawn(decoder.step, logits, top_p=0.78).nonzero().flatten().tolist()) == {0, 1, 2}
+    assert set(drawn(decoder.step, logits, top_k=4, top_p=0.78).nonzero().flatten().tolist()) == {0, 1}  # shares of the four
 
 
 def test_filters_keep_what_those_of_transformers_keep(decoder):
@@ -233,7 +296,8 @@ def test_prompts_that_do_not_fit_are_refused(decoder, ids, n, message):
 
 @pytest.mark.parametrize("mask, message", [
     ([[1, 1, 0], [1, 1, 1]], "prompts are padded on the left"), ([[0, 1, 1], [0, 0, 0]], "prompts are padded on the left"),
-    ([[1, 0, 1], [1, 1, 1]], "prompts are padded on the left"), ([[1, 1], [1, 1]], r"0s and 1s in the shape of ids, \(2, 3\), not"),
+    ([[1, 0, 1], [1, 1, 1]], "prompts are padded on the left"),
+    ([[1, 1], [1, 1]], r"0s and 1s in the shape of ids, \(2, 3\), not"),
     ([[2, 1, 1], [1, 1, 1]], "0s and 1s")])
 def test_masks_that_do_not_fit_are_refused(decoder, mask, message):
     with pytest.raises(ValueError, match=message):
@@ -241,7 +305,8 @@ def test_masks_that_do_not_fit_are_refused(decoder, mask, message):
 
 
 @pytest.mark.parametrize("fault, message", [
-    ("_take", "the logits of new token [23] differ from generate"), ("_masks", "with static masks: the masks differ from the model's own"),
+    ("_take", "the logits of new token [23] differ from generate"),
+    ("_masks", "with static masks: the masks differ from the model's own"),
     ("_pick", "all sequences met ties")])
 def test_a_step_with_a_fault_is_refused(monkeypatch, fault, message):
     """Positions that stand still, windows that are not looked at, tokens that are not the likeliest."""
@@ -261,23 +326,25 @@ def test_a_step_with_a_fault_is_refused(monkeypatch, fault, message):
 
 def test_padding_that_is_decoded_wrong_is_refused_and_prompts_without_it_are_not(monkeypatch, llama):
     right = decoding.StaticStep.prefill
-    monkeypatch.setattr(decoding.StaticStep, "prefill", lambda step, ids, mask, pick: right(step, ids, torch.ones_like(mask), pick))
+    monkeypatch.setattr(decoding.StaticStep, "prefill",
+                        lambda step, ids, mask, pick: right(step, ids, torch.ones_like(mask), pick))
     decoder = decode.GraphedDecoder(llama, 24, 2)
     assert torch.equal(decoder.generate(prompts(2, 5), 9, eos_token_id=()), generated(llama, prompts(2, 5), 9))
-    with pytest.raises(decode.DecoderRefused, match="LlamaForCausalLM does not decode padded prompts: after a padded prompt of 5"):
+    with pytest.raises(decode.DecoderRefused, match="LlamaForCausalLM does not decode padded prompts: after a padded"):
         decoder.generate(prompts(2, 5), 9, attention_mask=padded(2, 5))
 
 
 @pytest.mark.parametrize("name, message", [
     ("gpt_neo", "GPTNeoForCausalLM is not decoded, as it would not decode as generate.*logits of new token 1 differ"),
-    ("rwkv", "RwkvForCausalLM is not decoded: it keeps no cache"), ("xlstm", "has no attribute 'rnn_state'")])
+    ("rwkv", "RwkvForCausalLM is not decoded: it keeps no cache"),
+    ("xlstm", r"has no attribute 'rnn_state' \(modeling_xlstm.py, line \d+: ")])
 def test_architectures_that_a_static_cache_gets_wrong_are_refused_with_the_reason(name, message):
     with pytest.raises(decode.DecoderRefused, match=f"(?s){message}"):
         decode.GraphedDecoder(architectures.tiny_model(name), 24, 2)
 
 
 def test_models_that_are_not_ready_are_refused_with_the_reason(llama):
-    with pytest.raises(decode.DecoderRefused, match=r"in training mode, where dropout makes tokens random: call eval\(\) first"):
+    with pytest.raises(decode.DecoderRefused, match=r"training mode, where dropout makes tokens random: call eval\(\) first"):
         decode.GraphedDecoder(architectures.tiny_model("llama").train(), 24)
     model = architectures.tiny_model("llama")
     model.generation_config.repetition_penalty, model.generation_config.num_beams = 1.1, 1
