@@ -41,7 +41,7 @@ PECULIAR = {
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16, "pronunciation_embed_dim": 8, "shape_embed_dim": 8},
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8}, "gemma4_text": {"num_kv_shared_layers": 0},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "dbrx": {"ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    "dbrx": {"d_model": 32, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
              "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "moshi": {"num_codebooks": 2, "audio_vocab_size": 32},
 }
