@@ -1,12 +1,22 @@
-"""One decode step of a transformers causal LM over a StaticCache: the next token of each sequence from the one before."""
+"""Decode a transformers causal LM over a static cache: one step as it is timed, and a decoder whose loop is only replays."""
 
+import functools
 import inspect
+import math
+import os
+import traceback
 
 import torch
 from torch import nn
-from transformers import StaticCache
+from transformers import GenerationConfig, StaticCache
 
-from labkit import models
+from labkit import decoding, graphs, models
+
+# What a model's generation_config may ask for that changes greedy tokens, and that the step does not do.
+CHANGES = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "guidance_scale",
+           "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams",
+           "exponential_decay_length_penalty", "penalty_alpha", "watermarking_config")
+NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1, "guidance_scale": 1.0}
 
 
 class DecodeStep(nn.Module):
@@ -54,3 +64,227 @@ def _heads(config):
     """Return how many heads of keys and values a model has, and how wide each is."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class DecoderRefused(ValueError):
+    """A model, or a prompt, that a GraphedDecoder would not decode as the model's generate() does: the message says why."""
+
+
+class GraphedDecoder:
+    """Decode a causal LM of transformers with its step captured as one CUDA graph: a decode loop is only replays.
+
+    The step embeds the last token of each sequence, attends over a static cache, picks the next token, writes it back to its
+    own input and moves on. On the CPU the very same step runs eagerly (`captured` is False).
+
+    model: a causal LM in eval mode, on one device. max_length: places in the cache, for a prompt and all new tokens but the
+    last. batch: sequences. prove: show first that logits and tokens equal generate()'s, across the edge of a sliding window
+    too (which costs a few short generations). masks: "static" or "own", experts: see decoding.StaticStep; left out, what works
+    is found out. A sliding window is kept whole, as the mask leaves the rest out: its cache takes max_length places.
+
+    Attributes: captured, masks, experts, padding_refused (None, or why all prompts must be of one length), step, graphs (for
+    each way to pick in use, a GraphedCallable). Raises DecoderRefused; ValueError for a size that cannot be; TooLarge.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model, max_length, batch=1, *, prove=True, masks=None, experts=None):
+        _refuse_model(model)
+        if max_length < 8 or batch < 1:
+            raise ValueError(f"max_length must be 8 or more and batch 1 or more, not {max_length} and {batch}")
+        self.model, self.max_length, self.batch = model, max_length, batch
+        self.captured, self.padding_refused, refused = model.device.type == "cuda", None, {}
+        config = model.config.get_text_config(decoder=True)
+        if self.captured and getattr(config, "num_attention_heads", None):
+            numbers = 2 * batch * config.num_hidden_layers * max_length * math.prod(_heads(config))
+            models.require_room(f"a cache of {batch} x {max_length:,} tokens", numbers * model.dtype.itemsize)
+        switch = self.captured and experts is None and any("experts" in name for name, _ in model.named_modules())
+        for self.experts in (None, "batched_mm") if switch else (experts,):
+            for self.masks in [masks] if masks else ["static", "own"]:
+                try:
+                    self.graphs, self.step = {}, decoding.StaticStep(model, max_length, batch, self.masks, self.experts)
+                    self._ready("greedy")
+                    if prove:
+                        _prove(self)
+                    return self.reset()
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # whatever a model's own code may raise
+                    how = f"with {self.masks} masks" + (f" and {self.experts}" if self.experts else "")
+                    refused.setdefault(_in_words(error), how)
+        raise DecoderRefused("\n  ".join([f"{type(model).__name__} is not decoded, as it would not decode as generate() does:",
+                                          *(f"{how}: {why}" for why, how in refused.items())]))
+
+    def _ready(self, pick):
+        """Have the step pick tokens so from now on; captured, if it is not yet."""
+        self.pick = pick
+        if self.captured and pick not in self.graphs:
+            self.step.prefill(self.step.rehearsal(), self.step.valid[:, :2], pick)  # so that the warm-up has room
+            pool, random = next((graph.pool for graph in self.graphs.values()), None), self.step.generator
+            self.graphs[pick] = graphs.GraphedCallable(functools.partial(self.step, pick), clone=False, pool=pool,
+                                                       generators=() if pick == "greedy" else (random,))
+
+    @torch.inference_mode()
+    def reset(self):
+        """Empty the cache, in place: nothing stays of what was decoded, nor of a warm-up."""
+        self.step.rewind()
+
+    def begin(self, ids, mask, pick="greedy"):
+        """Run prompts through the model, eagerly, and pick the first tokens; returns their logits, (batch, vocabulary)."""
+        self._ready(pick)
+        self.step.generator.manual_seed(self.step.seed)  # after a capture, whose rehearsal draws
+        self._fresh = True
+        if self.captured:
+            self.graphs[pick].rewind()
+            self.graphs[pick].limit = self.max_length - ids.shape[1]
+        return self.step.prefill(ids, mask, pick)
+
+    def advance(self):
+        """Decode one token of each sequence; returns the logits it was picked from, until the next call overwrites them."""
+        if not self.captured:
+            return self.step(self.pick)
+        graph = self.graphs[self.pick]
+        graph() if self._fresh else graph.replay()  # the first call checks that the weights are still what they were
+        self._fresh = False
+        return graph.outputs[0]
+
+    @torch.inference_mode()
+    def generate(self, ids, n, *, attention_mask=None, eos_token_id=None, stream=None, every=8, **sampling):
+        """Return up to `n` new tokens for each prompt: (batch, new), int64, on the model's device.
+
+        ids: prompts, (batch, length), padded on the left where attention_mask, of the same shape, is 0. Greedy, unless one of
+        temperature, top_k, top_p or seed (0) is given. A sequence that has come to an end - one of eos_token_id: an int or
+        several, () for none, left out for the model's own - goes on with padding, and all stop when all have; to see that,
+        the CPU waits for the GPU every `every` steps. stream: called as often, with the tokens new since, (batch, some), on
+        the CPU. Raises ValueError for what does not fit, DecoderRefused for padding that this model does not decode right.
+        """
+        mask = _checked(self, ids, n, attention_mask)
+        if every < 1:
+            raise ValueError(f"every must be 1 or more, not {every}")
+        pick, ends = self.step.choose(sampling), self.step.end_at(eos_token_id)
+        self.begin(ids, mask, pick)
+        first, made, told = ids.shape[1], 1, 0
+        while True:
+            tokens = self.step.history[:, first:first + made]
+            ended = ends and bool(self.step.finished.all())
+            until = int(self.step.ends[tokens].int().argmax(-1).max()) + 1 if ended else made
+            if stream and until > told:
+                stream(tokens[:, told:until].cpu())
+            if ended or made == n:
+                return tokens[:, :until].clone()
+            told, made = made, min(n, made + every) if ends or stream else n
+            for _ in range(made - told):
+                self.advance()
+
+
+def _checked(decoder, ids, n, mask):
+    """Return the attention mask of prompts, bool, once all that generate() was given is found to fit."""
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != decoder.batch:
+        given = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be a tensor of shape ({decoder.batch}, length), as the batch is fixed, not {given}")
+    length, vocabulary, device = ids.shape[1], len(decoder.step.ends), decoder.model.device
+    if ids.dtype != torch.int64 or ids.device != device:
+        raise ValueError(f"ids must be int64 on {device}, not {ids.dtype} on {ids.device}")
+    if not length or n < 1:
+        raise ValueError(f"a prompt has 1 token or more, and n is 1 or more, not {length} and {n}")
+    if length + n - 1 > decoder.max_length:
+        raise ValueError(f"a prompt of {length} tokens and {n} new ones fill {length + n - 1} places, and the cache has "
+                         f"{decoder.max_length}: make the decoder with a larger max_length")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError(f"ids must be from 0 to {vocabulary - 1}, not from {int(ids.min())} to {int(ids.max())}")
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    if mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"attention_mask must be 0s and 1s in the shape of ids, {tuple(ids.shape)}, not {tuple(mask.shape)}")
+    mask = mask.to(device, torch.bool)
+    if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError("prompts are padded on the left: each row of attention_mask is 0s, then 1s, one at least")
+    if decoder.padding_refused and not mask.all():
+        raise DecoderRefused(decoder.padding_refused)
+    return mask
+
+
+def _refuse_model(model):
+    """Raise DecoderRefused for a model that cannot be decoded so, whatever its tokens."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    devices, asked = {p.device for p in model.parameters()}, model.generation_config
+    changes = [option for option in CHANGES if getattr(asked, option, None) not in (None, NEUTRAL.get(option))]
+    for wrong, why in (
+            (model.config.is_encoder_decoder, "it has an encoder: only decoders are decoded so"),
+            (not decoding.cache_keyword(model), "it keeps no cache: its forward takes none"),
+            (model.training, "it is in training mode, where dropout makes tokens random: call eval() first"),
+            (len(devices) > 1, f"its weights are on {', '.join(sorted(map(str, devices)))}: a graph needs one device"),
+            (config._attn_implementation not in ("sdpa", "eager"),
+             f"its attention is {config._attn_implementation}: model.set_attn_implementation('sdpa') first"),
+            (changes, f"its generation_config asks for what the step does not do: {', '.join(changes)}; set it to None")):
+        if wrong:
+            raise DecoderRefused(f"{name} is not decoded: {why}")
+
+
+def _in_words(error):
+    """Return in one line what went wrong and, if it was in the model's own code, at which line of it."""
+    if isinstance(error, DecoderRefused):
+        return str(error)
+    cause = error.cause if isinstance(error, graphs.CaptureError) else error
+    words = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+    lines = [frame for frame in traceback.extract_tb(cause.__traceback__) if f"{os.sep}transformers{os.sep}" in frame.filename]
+    if lines:
+        words += f" ({os.path.basename(lines[-1].filename)}, line {lines[-1].lineno}: {lines[-1].line})"
+    return words if cause is error else f"the capture failed: {error.kind}: {words}"
+
+
+def _prove(decoder):
+    """Raise DecoderRefused unless logits and tokens equal generate()'s, also across the model's windows' edges."""
+    step, most = decoder.step, decoder.max_length
+    edges = step.edges()
+    if step.template:
+        places = {p for edge in edges for p in (edge - 1, edge, edge + 1)} | {2, most - 1}
+        step.valid[0, :3] = False
+        step.skipped[0] = 3
+        if any(step.masks_differ(place) for place in sorted(places) if place < most):
+            raise DecoderRefused("the masks differ from the model's own")
+    prompts = {5, *(p for edge in edges for p in (edge - 2, edge + 2))}
+    for length in sorted(p for p in prompts if 0 < p <= most - 3):
+        _compare(decoder, length, min(8, most - length + 1), padded=False)
+    try:
+        _compare(decoder, 5, min(8, most - 4), padded=True)
+        for edge in edges:
+            if edge + 3 <= most:
+                _compare(decoder, edge, min(8, most - edge + 1), padded=True)
+    except Exception as error:
+        decoder.padding_refused = f"{type(decoder.model).__name__} does not decode padded prompts: {_in_words(error)}"
+
+
+def _compare(decoder, length, n, padded):
+    """Decode n tokens from random prompts; raise DecoderRefused unless logits and tokens are generate()'s."""
+    model, random, precision = decoder.model, torch.Generator().manual_seed(length), torch.finfo(decoder.model.dtype).eps
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (decoder.batch, length), generator=random).to(model.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    if padded:
+        places, rows = torch.arange(length, device=ids.device), torch.arange(len(ids), device=ids.device)
+        mask = places >= (1 + rows[:, None]) % max(2, length - 1)
+    decoder.step.end_at(())
+    wanted, chosen = _generated(model, ids, mask, n)
+    alike = torch.ones_like(mask[:, 0])  # sequences that have had the same tokens so far
+    logits = decoder.begin(ids, mask)
+    for i in range(n):
+        token, other = chosen[:, i], decoder.step.token[:, 0]
+        apart = (logits - wanted[i]).abs().amax(-1) / wanted[i].abs().amax(-1).clamp_min(1e-6)
+        if not (apart[alike] <= min(512 * precision, precision ** 0.5)).all():
+            raise DecoderRefused(f"after a {'padded ' if padded else ''}prompt of {length} tokens, the logits of new "
+                                 f"token {i + 1} differ from generate()'s by {apart[alike].max():.2g} of the largest")
+        alike &= token == other  # tokens that differ though logits do not: a tie, from where on the texts are different ones
+        if i + 1 < n:
+            logits = decoder.advance()
+    if not alike.any():
+        raise DecoderRefused(f"in {n} tokens all sequences met ties between logits, so nothing was shown")
+
+
+def _generated(model, ids, mask, n):
+    """Return the logits, n times (batch, vocabulary), and tokens, (batch, n), of the model's own greedy generate()."""
+    asked, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
+    try:
+        out = model.generate(ids, attention_mask=mask.long(), do_sample=False, max_new_tokens=n, use_cache=True,
+                             return_dict_in_generate=True, output_logits=True)
+    finally:
+        model.generation_config = asked
+    return [logits.float() for logits in out.logits], out.sequences[:, ids.shape[1]:]
