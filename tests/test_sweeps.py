@@ -1,11 +1,13 @@
 """The sweeps of lab 40 without a GPU: what is skipped and why, what comes when, and which curves are taken from recordings."""
 
+import gc
 import types
+import weakref
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from labkit import experiments, graphs, models, recordings, timing  # noqa: E402
+from labkit import experiments, graphs, models, recordings, timing, trace  # noqa: E402
 from labkit.experiments import sweeps  # noqa: E402
 
 
@@ -27,7 +29,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(models, "build", lambda kind, layers, width, batch, tokens, dtype: (
         models.mlp(layers, width), torch.zeros(batch, width)))
     monkeypatch.setattr(sweeps, "as_pair", lambda call, x: ({"eager": call, "graph": call}, types.SimpleNamespace(kernel_names=["k"] * 4)))
-    monkeypatch.setattr(sweeps, "in_child", lambda fn, params: [
+    monkeypatch.setattr(sweeps, "in_child", lambda fn, params, timeout_s: [
         {f"{how}_{part}": [1.0] * 4 for how in ("eager", "graph") for part in (*sweeps.TRACE, "kernel")} for _ in params["points"]])
     return asked
 
@@ -116,6 +118,39 @@ def test_recorded_sweeps_measure_a_curve_in_common_rounds_and_then_alone_what_ha
     rows = sweeps._sweep("mlp", [(2, 8, 1)])
     assert len(rows) == 30 and not any(row["skipped"] for row in rows) and all(row["graph_gpu_us"] for row in rows)
     assert gpu == [[*sweeps.BATCHES[:-1]], [512], [*sweeps.BATCHES], [*sweeps.BATCHES]]
+
+
+def test_a_skipped_batch_lets_go_of_the_others(gpu, monkeypatch):
+    made = []
+
+    def as_pair(call, x, before=sweeps.as_pair):
+        if len(x) == 4:
+            raise torch.OutOfMemoryError("out of memory. Tried")
+        made.append(weakref.ref(call))
+        return before(call, x)
+
+    monkeypatch.setattr(sweeps, "as_pair", as_pair)
+    gc.disable()
+    try:
+        sweeps._measured(sweeps._steps("mlp", 2, 8, 1, "float32"), (1, 2, 4), 1)
+        assert len(made) == 2 and not any(ref() for ref in made)
+    finally:
+        gc.enable()
+
+
+def test_a_point_without_room_in_the_child_stays_without_a_trace(gpu, monkeypatch):
+    def as_pair(call, x, before=sweeps.as_pair):
+        if len(x) == 2:
+            raise models.TooLarge("no room")
+        return before(call, x)
+
+    monkeypatch.setattr(sweeps, "as_pair", as_pair)
+    kernel = types.SimpleNamespace(name="k", launch_at_us=0.0, launch_us=1.0, start_us=2.0, gpu_us=3.0)
+    monkeypatch.setattr(trace, "record_each", lambda calls, **_: {how: types.SimpleNamespace(kernels=[kernel]) for how in calls})
+    curve = {"model": "mlp", "layers": 2, "width": 8, "length": 1, "precision": "float32"}
+    found = sweeps._traces([curve | {"batch": batch} for batch in (1, 2, 4)])
+    assert [bool(one) for one in found] == [True, False, True]
+    assert found[0]["graph_kernel"] == [1] and found[2]["eager_gpu_us"] == [3.0]
 
 
 def test_a_clock_that_runs_out_of_memory_makes_each_batch_try_alone(gpu, monkeypatch):

@@ -143,10 +143,28 @@ def test_where_every_core_got_busy_rounds_go_on(cores):
     loops, moves = cores
     with timing._core_after_core() as next_core:
         next_core()
-        loops.update(dict.fromkeys(loops, 400))
+        loops.update({3: 400, 5: 390, 8: 410, 9: 395})
         before = len(moves)
         next_core()
-        assert len(moves) == before + 4  # once round, then the last serves
+        tried = [max(move) for move in moves[before:]]
+        assert len(tried) == 5 and tried[-1] == min(tried[:4], key=loops.get)  # as many tries as cores, then the quickest serves
+
+
+def test_a_ratio_allows_for_what_differs_between_processes():
+    def always(us):
+        return timing.Measurement("x", *[timing.spread([us] * 20)] * 3, 20, "budget")
+
+    same = timing.Comparison({"slow": always(30.0), "fast": always(10.0)})
+    assert same["slow"].wall_us.width == 0
+    assert (same.ratio("slow", "fast").low, same.ratio("slow", "fast").high) == pytest.approx((2.94, 3.06))
+
+
+def test_candidates_without_a_gpu_clock_get_no_gpu_time(monkeypatch):
+    probe = object.__new__(timing._Probe)
+    probe.fn, probe.with_gpu, probe.burst, probe.loop = (lambda: None), False, 1, 1
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    enqueue, gpu, wall = probe.sample()
+    assert np.isnan(gpu) and enqueue > 0 and wall > 0 and np.isnan(timing.spread([gpu] * 6).median)
 
 
 def test_where_threads_cannot_be_moved_they_stay(monkeypatch):

@@ -119,7 +119,7 @@ def _in_common_rounds(curves):
     rows = []
     for curve in tqdm(curves, desc="measuring", unit="curve", leave=False):
         steps = _steps(**curve)
-        found = _measured(steps, BATCHES, curve["length"], budget_s=6, target=0)
+        found = _measured(steps, BATCHES, curve["length"], budget_s=8, target=0)
         for batch, numbers in found.items():
             if numbers["skipped"] and len(found) > 1:  # beside the others there was no room for it: is there, alone?
                 numbers = _measured(steps, (batch,), curve["length"])[batch]
@@ -135,7 +135,7 @@ def _traced(rows):
     rows = list(rows)
     torch.cuda.empty_cache()
     points = [{name: row[name] for name in (*INPUTS, "batch")} for row in rows if not row["skipped"]]
-    found = iter(in_child(_traces, {"points": points}) if points else ())
+    found = iter(in_child(_traces, {"points": points}, 120 + 10 * len(points)) if points else ())
     return [row if row["skipped"] else row | next(found) for row in rows]
 
 
@@ -177,10 +177,12 @@ def _measured(steps, batches, length, budget_s=0.8, target=0.02):
             if not isinstance(first, (models.TooLarge, torch.OutOfMemoryError)):
                 raise
             found[batch] = {"skipped": str(first).partition(". ")[0]}
+            del first  # its traceback holds this frame, and so all that was made
     with torch.inference_mode():
         calls = {(batch, how): call for batch, (*_, pair, _) in made.items() for how, call in pair.items()}
         try:
-            measured = timing.compare(calls, budget_s=budget_s, target=target).measurements if calls else {}
+            measured = timing.compare(calls, budget_s=budget_s, target=target,
+                                      without_gpu={key for key in calls if key[1] == "eager"}).measurements if calls else {}
         except torch.OutOfMemoryError as error:
             made, found = {}, {batch: {"skipped": str(error).partition(". ")[0]} for batch in batches}
     for batch, (call, x, _, graph) in made.items():
@@ -212,7 +214,7 @@ def _traces(points):
     """Profile the step of each point, eager and as a graph; returns one dict of lists each: µs, and 1 for kernels, 0 for copies."""
     import torch
 
-    from labkit import trace
+    from labkit import graphs, models, trace
 
     curve, found = None, []
     for point in points:
@@ -220,10 +222,14 @@ def _traces(points):
             steps = None  # the model before goes, before the next one comes
             steps = _steps(**curve)
         torch.cuda.empty_cache()
-        pair, _ = as_pair(*steps(point["batch"]))
-        with torch.inference_mode():
-            taken = trace.record_each(pair)
         found.append({})
+        try:
+            pair, _ = as_pair(*steps(point["batch"]))
+            with torch.inference_mode():
+                taken = trace.record_each(pair, calls_before=2)
+        except (models.TooLarge, torch.OutOfMemoryError, graphs.CaptureError):  # a child has a little less room
+            pair = _ = None
+            continue
         for how, traced in taken.items():
             found[-1] |= {f"{how}_{part}": [round(getattr(k, part), 2 if part == "gpu_us" else 1) for k in traced.kernels] for part in TRACE}
             found[-1][f"{how}_kernel"] = [int(not k.name.startswith(("Memcpy", "Memset"))) for k in traced.kernels]
@@ -239,10 +245,10 @@ def launch_constants():
     from labkit import timing
 
     rows, calls = [], {}
-    for links, kernels_us in zip(CHAINS, in_child(_chain_kernels)):
+    for links, worked in zip(CHAINS, in_child(_chain_kernels)):
         pair, graph = as_pair(*_chain(links))
         calls |= {("graph", links): pair["graph"], ("by hand", links): pair["eager"]}
-        rows += [{"how": how, "nodes": len(graph.kernel_names), "links": links, "kernels_us": kernels_us} for how in ("graph", "by hand")]
+        rows += [{"how": how, "nodes": len(graph.kernel_names), "links": links, "kernels_us": worked[how]} for how in worked]
     with torch.inference_mode():
         both = timing.compare(calls, budget_s=6, target=0)
     for row in rows:
@@ -268,13 +274,15 @@ def _chain(links):
 
 
 def _chain_kernels():
-    """Return how long the kernels of each chain work together (µs), from a profile of its graph."""
+    """Return how long the kernels of each chain work together (µs), by a profile of its graph and of its launches by hand."""
     import torch
 
     from labkit import trace
 
     with torch.inference_mode():
-        return [sum(k.gpu_us for k in trace.record(as_pair(*_chain(links))[0]["graph"]).kernels) for links in CHAINS]
+        traces = [trace.record_each(as_pair(*_chain(links))[0]) for links in CHAINS]
+    return [{"graph": sum(k.gpu_us for k in traced["graph"].kernels), "by hand": sum(k.gpu_us for k in traced["eager"].kernels)}
+            for traced in traces]
 
 
 @experiment

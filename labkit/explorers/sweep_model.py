@@ -92,7 +92,7 @@ class Live:
         for name, words in (("constants", "what a launch adds"), ("ceilings", "what this GPU can do at most")):
             if self.ask[name]:
                 from labkit.experiments import sweeps
-                setattr(self, name, (yield from sweeps.beside(self.ask[name], f"Measuring {words}, once.")))
+                setattr(self, name, (yield from sweeps.beside(self.ask[name], f"Measuring {words}, once: let the controls rest.")))
                 self.ask[name] = None
 
     def _predicted(self, row):
