@@ -293,14 +293,14 @@ def test_buttons_measure_and_stop():
     measure, stop = found["labkit-measure"], found["labkit-stop"]
 
     async def pressed():
-        assert stop.disabled and not measure.disabled
+        assert (measure.button_style, stop.button_style) == ("primary", "")
         measure.click(), measure.click()
         while len(model.table) != 2 or not model.busy:
             await asyncio.sleep(0.001)
-        assert measure.disabled and not stop.disabled and "2 of 10 points played back" in found["labkit-status"].value
+        assert (measure.button_style, stop.button_style) == ("", "primary") and "2 of 10 points played back" in found["labkit-status"].value
         stop.click()
         await asyncio.sleep(0.1)
-        assert "Stopped after 2 of 10" in found["labkit-status"].value and not measure.disabled
+        assert "Stopped after 2 of 10" in found["labkit-status"].value and measure.button_style == "primary"
 
     asyncio.run(pressed())
 
@@ -310,7 +310,7 @@ def test_explore_shows_widgets_then_a_picture_and_what_is_at_hand(monkeypatch):
     monkeypatch.setattr(sweep_view, "display", lambda thing, *rest, **options: shown.append(thing))
     sweep_view.explore(sources())
     assert "application/vnd.jupyter.widget-view+json" in shown[0] and "kernels" in shown[0]["text/plain"]
-    assert "still picture" in shown[1].data and shown[2].png and LABEL in str(shown[2])
+    assert "without widgets" in shown[1].data and shown[2].png and LABEL in str(shown[2])
 
 
 TRACED = batch_sweep("gpt2", memory=10**8)

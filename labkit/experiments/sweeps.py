@@ -292,7 +292,7 @@ def ceilings():
 
     from labkit import timing
 
-    big = torch.ones(2**31, device="cuda", dtype=torch.float16)
+    big = torch.ones(min(2**31, torch.cuda.mem_get_info()[0] // 8), device="cuda", dtype=torch.float16)
     calls, work = {("read", "float16"): big.sum}, {("read", "float16"): big.nbytes}
     for precision in PRECISIONS:
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=getattr(torch, precision)) for _ in range(2))

@@ -7,11 +7,11 @@ from math import log2
 import pandas as pd
 from traitlets import Any, Bool, HasTraits, Int, Unicode, observe
 
-from labkit import charts, recordings
+from labkit import charts, launch_model, recordings
+from labkit.experiments import sweeps
+from labkit.experiments.sweeps import BATCHES, PRECISIONS
+from labkit.experiments.sweeps import INPUTS as CURVE
 
-CURVE = ("model", "layers", "width", "length", "precision")
-BATCHES = tuple(2**k for k in range(10))
-PRECISIONS = ("float32", "float16", "bfloat16")
 SIZES = {"mlp": ((2, 6, 12, 24, 48), (256, 512, 1024, 2048, 4096), (1,)),  # what is offered live: layers, widths, lengths
          "transformer": ((2, 6, 12, 24), (256, 512, 1024, 2048), (16, 64, 256)),
          "gpt2": ((6, 12, 24), (512, 768, 1024), (128, 512, 1024)), "llama": ((), (), (128, 2048))}
@@ -54,8 +54,8 @@ class Live:
     """
     live, verb, pace = True, "measured", 0.05  # seconds in which Stop and other messages get in
 
-    def __init__(self, points=None, constants=None, ceilings=None):
-        self.points, self.ask = points or _sweep_points, {"constants": constants, "ceilings": ceilings}
+    def __init__(self, points=sweeps.sweep_points, constants=None, ceilings=None):
+        self.points, self.ask = points, {"constants": constants, "ceilings": ceilings}
         self.curves = {(model, layers, width, length, precision): {} for model, (depths, widths, lengths) in SIZES.items()
                        for layers, width in ([(d, w) for d in depths for w in widths] or LLAMAS)
                        for length in lengths for precision in PRECISIONS}
@@ -79,30 +79,23 @@ class Live:
                 if isinstance(row, dict):
                     self.curves[key][row["batch"]] = row
                 yield row
-        yield from self._measure_once()
+        yield from self._measure_once("constants", "what a launch adds")
         for batch, row in self.curves[key].items():
             if row.get("eager_gpu_us") and self.constants:
                 self.curves[key][batch] = row | self._predicted(row)
                 yield self.curves[key][batch]
+        yield from self._measure_once("ceilings", "what this GPU can do at most")  # last: if they fail, predictions stay
 
     def forget(self):
         """Keep all: what was measured stays true."""
 
-    def _measure_once(self):
-        for name, words in (("constants", "what a launch adds"), ("ceilings", "what this GPU can do at most")):
-            if self.ask[name]:
-                from labkit.experiments import sweeps
-                setattr(self, name, (yield from sweeps.beside(self.ask[name], f"Measuring {words}, once: let the controls rest.")))
-                self.ask[name] = None
+    def _measure_once(self, name, words):
+        if self.ask[name]:
+            setattr(self, name, (yield from sweeps.beside(self.ask[name], f"Measuring {words}, once: let the controls rest.")))
+            self.ask[name] = None
 
     def _predicted(self, row):
-        from labkit import launch_model
         return launch_model.add_predictions(pd.DataFrame([row]), self.constants).iloc[0].to_dict()
-
-
-def _sweep_points(*key_and_batches):
-    from labkit.experiments import sweeps
-    return sweeps.sweep_points(*key_and_batches)
 
 
 class SweepModel(HasTraits):

@@ -15,6 +15,12 @@ LABELS = {"model": "model", "layers": "layers", "width": "width", "length": "len
           "batch": "batch", "range": "batches", "gpu": "GPU", "view": "view"}
 SHOWN = {**charts.MODELS, "speedup": "time and speedup", "timeline": "timeline of one step", "roofline": "roofline"}
 _RUNNING = set()  # asyncio keeps no task alive by itself
+# ipywidgets gives the handle of a slider no name, and the place of an option for its value: screen readers need both.
+NAMES = """new MutationObserver(() => document.querySelectorAll(".widget-slider").forEach(slider =>
+    slider.querySelectorAll(".noUi-handle").forEach(handle => {
+        handle.ariaLabel = slider.querySelector("label").textContent
+        handle.ariaValueText = slider.querySelector(".widget-readout").textContent
+    }))).observe(document.body, {childList: true, subtree: true, characterData: true})"""
 
 
 def explore(sources=None, still=True, **wishes):
@@ -24,7 +30,7 @@ def explore(sources=None, still=True, **wishes):
     data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
     display({**data, "text/plain": model.summary}, *metadata, raw=True)
     if still and isinstance(chart := model.chart(), charts.Chart):
-        display(HTML("<small>For pages without widgets, the same as a still picture:</small>"))
+        display(HTML("<small>How the explorer began, for pages without widgets:</small>"))
         display(chart)
 
 
@@ -74,10 +80,11 @@ def view(model):
         model.chart()  # the first chart of each kind takes longest: now, and not when the menu is moved
     style = {"description_width": "6em"}
     made = {name: (widgets.Dropdown if name in ("gpu", "model", "precision", "view") else widgets.SelectionSlider)(
-        options=_options(model, name), value=getattr(model, name), description=LABELS[name], style=style, layout={"width": "30em"})
+        options=_options(model, name), value=getattr(model, name), description=LABELS[name], tooltip=LABELS[name], style=style,
+        layout={"width": "30em"})
         for name in LABELS if name != "range"}
     made["range"] = widgets.SelectionRangeSlider(options=model.options("lowest"), value=(model.lowest, model.highest),
-                                                 description=LABELS["range"], style=style, layout={"width": "30em"})
+                                                 description=LABELS["range"], tooltip=LABELS["range"], style=style, layout={"width": "30em"})
     buttons = {name: widgets.Button(description=name.capitalize(), tooltip=words) for name, words in (
         ("measure", "measure this curve, or play its recording back"), ("stop", "end the sweep and keep its points"))}
     said = {name: widgets.HTML(layout={"min_height": "1.8em"}) for name in ("status", "note", "chart", "summary")}  # nothing jumps
@@ -112,7 +119,8 @@ def view(model):
 
     def tell(_=None):
         said["status"].value = f'<span role="status">{escape(model.status)}</span>'
-        buttons["measure"].disabled, buttons["stop"].disabled = model.busy, not model.busy
+        for name, next_press in (("measure", not model.busy), ("stop", model.busy)):  # disabled, it would lose the keyboard's focus
+            buttons[name].button_style = "primary" if next_press else ""
 
     for name, widget in made.items():
         widget.observe(lambda change, name=name: moved(change, name), names="value")
@@ -125,8 +133,9 @@ def view(model):
     columns = [widgets.VBox([made[n] for n in names]) for names in (("gpu", "model", "precision", "view"),
                                                                     ("layers", "width", "length", "range", "batch"))]
     row = widgets.Layout(flex_flow="row wrap", align_items="center")
+    names = widgets.Output(outputs=({"output_type": "display_data", "data": {"application/javascript": NAMES}, "metadata": {}},))
     return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), said["note"],
-                         widgets.HBox([*buttons.values(), said["status"]], layout=row), said["chart"], said["summary"]])
+                         widgets.HBox([*buttons.values(), said["status"]], layout=row), said["chart"], said["summary"], names]).add_class("labkit-explorer")
 
 
 def _options(model, name):
