@@ -1,6 +1,8 @@
 """The sweeps of lab 40 without a GPU: what is skipped and why, what comes when, and which curves are taken from recordings."""
 
 import gc
+import sys
+import time
 import types
 import weakref
 
@@ -83,14 +85,14 @@ def test_profiling_that_fails_is_an_error_and_frees_the_next_sweep(gpu, monkeypa
 def test_a_new_sweep_waits_for_the_profiler_of_a_stopped_one(gpu):
     with sweeps._at_work:
         points = sweeps.sweep_points("mlp", 2, 8, 1, "float32", batches=(1,))
-        assert "still going on" in next(points) and "still going on" in next(points)
+        assert "has to end first" in next(points) and "has to end first" in next(points)
     assert isinstance(next(points), dict)
     points.close()
 
 
 def test_two_sweeps_take_turns(gpu):
     first, second = (sweeps.sweep_points("mlp", 2, 8, 1, "float32", batches=(1, 2)) for _ in range(2))
-    assert isinstance(next(first), dict) and "still going on" in next(second)
+    assert isinstance(next(first), dict) and "has to end first" in next(second)
     first.close()  # as Stop does
     assert isinstance(next(second), dict)
     second.close()
@@ -197,3 +199,14 @@ def test_all_sweeps_are_recorded_with_their_constants():
     table, constants = sweeps.recorded_sweeps()
     assert set(table["model"]) == {"mlp", "transformer", "gpt2", "llama"} and {"graph", "by hand"} == set(constants["how"])
     assert len(table) == sum(len(getattr(experiments, f"sweep_{model}")()) for model in set(table["model"]))
+
+
+def test_what_a_language_model_needs_is_imported_beside():
+    sweeps.get_ready()
+    with sweeps._at_work:  # waits for its end, if it has begun
+        pass
+    for _ in range(600):
+        if "labkit.decode" in sys.modules and "transformers.models.llama.modeling_llama" in sys.modules:
+            break
+        time.sleep(0.1)
+    assert {"labkit.decode", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"} <= set(sys.modules)

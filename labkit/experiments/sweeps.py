@@ -50,7 +50,7 @@ def sweep_points(model, layers, width, length, precision, batches=BATCHES):
     (gpt2, llama). Raises ValueError for an unknown model, size or precision, NoGPU without a GPU.
     """
     while _at_work.locked() or not _sweeping.acquire(blocking=False):
-        yield "Something of the sweep before is still going on."
+        yield "Something else has to end first."
     try:
         rows, curve = [], dict(zip(INPUTS, (model, layers, width, length, precision)))
         steps = _steps(**curve)
@@ -83,6 +83,18 @@ def beside(work, words):
     if error:
         raise error
     return result
+
+
+def get_ready():
+    """Import, in a thread, what the first step of a language model waits for: on a slow disk it takes 10 seconds."""
+    def load():
+        with _at_work:
+            from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
+            from transformers.models.llama import modeling_llama  # noqa: F401
+
+            from labkit import decode  # noqa: F401
+
+    threading.Thread(target=load, daemon=True).start()
 
 
 def curves(*wanted):

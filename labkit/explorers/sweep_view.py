@@ -9,6 +9,7 @@ import ipywidgets as widgets
 from IPython.display import HTML, display
 
 from labkit import charts, experiments, machine, recordings
+from labkit.experiments import sweeps
 from labkit.explorers.sweep_model import VIEWS, Live, Recorded, SweepModel
 
 LABELS = {"model": "model", "layers": "layers", "width": "width", "length": "length", "precision": "precision",
@@ -38,8 +39,10 @@ def at_hand():
     """Return the sources that this machine offers, {name: source}: measuring here first, then each recorded GPU that can be read."""
     slugs = sorted({slug for model in charts.MODELS for slug in recordings.available(f"sweep_{model}")},
                    key=lambda slug: (slug != recordings.chosen(), slug))
-    found = {"measure here": Live(constants=_constants, ceilings=experiments.EXPERIMENTS["ceilings"])} if machine.mode().live else {}
-    trouble = None
+    found, trouble = {}, None
+    if machine.mode().live:
+        sweeps.get_ready()
+        found["measure here"] = Live(constants=_constants, ceilings=experiments.EXPERIMENTS["ceilings"])
     for slug in slugs:
         try:
             gpu, source = _source(slug)
@@ -104,6 +107,7 @@ def view(model):
             value = (model.lowest, model.highest) if name == "range" else getattr(model, name)
             if widget.options != options:
                 widget.options = options
+            widget.disabled = len(options) == 1
             if widget.value != value:
                 widget.value = value
         made["length"].layout.display = "none" if model.options("length") == (1,) else None
