@@ -1,7 +1,6 @@
 """Decode a transformers causal LM over a static cache: one step as it is timed, and a decoder whose loop is only replays."""
 
 import functools
-import inspect
 import math
 import os
 import traceback
@@ -37,8 +36,7 @@ class DecodeStep(nn.Module):
             layer.keys.normal_()
             layer.values.normal_()
             layer.cumulative_length = length  # a view: one fill_ rewinds all layers
-        named = inspect.signature(model.forward).parameters
-        self.keyword = "cache" if "cache" in named else "past_key_values"  # the wrong one is ignored without a word
+        self.keyword = decoding.cache_keyword(model)
 
     def forward(self, ids):  # (batch, 1) -> (batch, 1)
         self.lengths.fill_(self.context - 1)
@@ -249,6 +247,8 @@ def _prove(decoder):
         for edge in edges:
             if edge + 3 <= most:
                 _compare(decoder, edge, min(8, most - edge + 1), padded=True)
+    except torch.OutOfMemoryError:  # says nothing of the model
+        raise
     except Exception as error:
         decoder.padding_refused = f"{type(decoder.model).__name__} does not decode padded prompts: {_in_words(error)}"
 

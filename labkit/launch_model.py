@@ -54,7 +54,7 @@ def launches_us(row):
 
 
 def predict(row, constants, cpu=1.0, gpu=1.0, layers=1):
-    """Predict (eager_us, graph_us) of a traced row, were the CPU and GPU so many times as fast, and the step so many times as long."""
+    """Predict (eager_us, graph_us) of a traced row, were CPU and GPU so many times as fast, and layers so many times as many."""
     scaled = Constants(constants.gap_us / gpu, constants.hand_gap_us / gpu, constants.fixed_us / gpu, constants.call_us / cpu)
     launches, eager, graph = (np.tile(times, layers) for times in (
         launches_us(row) / cpu, np.divide(row["eager_gpu_us"], gpu), np.divide(row["graph_gpu_us"], gpu)))

@@ -371,3 +371,21 @@ def test_every_architecture_left_over_is_tiny():
     assert not architectures.PECULIAR.keys() & set(architectures.LEFT_OUT)
     with pytest.raises(ValueError, match="no tiny architecture is called 'blt'; there are: afmoe, "):
         architectures.tiny_model("blt")
+
+
+@pytest.mark.parametrize("error, raised", [(decode.DecoderRefused("off by 3"), None), (torch.OutOfMemoryError("full"), torch.OutOfMemoryError)])
+def test_padding_that_is_not_decoded_right_is_refused_and_no_room_is_no_verdict(llama, monkeypatch, error, raised):
+    def compare(decoder, length, n, padded, before=decode._compare):
+        if padded:
+            raise error
+        before(decoder, length, n, padded)
+
+    monkeypatch.setattr(decode, "_compare", compare)
+    if raised:
+        with pytest.raises(raised):
+            decode.GraphedDecoder(llama, 24, 2)
+        return
+    made, ids = decode.GraphedDecoder(llama, 24, 2), prompts(2, 5)
+    assert torch.equal(made.generate(ids, 6, eos_token_id=()), generated(llama, ids, 6))
+    with pytest.raises(decode.DecoderRefused, match="does not decode padded prompts: off by 3"):
+        made.generate(ids, 6, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1] * 5]))

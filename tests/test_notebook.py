@@ -104,7 +104,7 @@ def test_the_banner_says_the_mode_why_and_the_fix(kernel):
     assert "no &lt;GPU&gt; here" in kernel.html and kernel.status == "ok"
     assert "Cells marked %%gpu" in said
     apps = kernel.run("labkit.banner(cells=False)")
-    assert "Cells" not in apps and "2026-11-29. nothing is measured here" in apps.replace("Nothing", "nothing")
+    assert "Cells" not in apps and "2026-11-29. Nothing is measured here" in apps
     assert "LIVE on NVIDIA Test, driver 1" in kernel.mode(live=True)
 
 

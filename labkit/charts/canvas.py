@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -151,6 +150,7 @@ def _emptied(figure, *every):
 
 
 def finish(figure, table, title, said, places=None):
+    """Return a figure as a Chart of a table: with its title, its origin below, what it says (sentences), and its places."""
     provenance = table.attrs["provenance"]
     figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=min(11.5, 770 / len(title)), weight="bold",
                     color=INK)
@@ -173,6 +173,7 @@ def _png(picture, dpi):
 
 
 def require(table, *columns):
+    """Raise ValueError for a table without provenance or rows, or without these columns, or with numbers in them that are none."""
     if "provenance" not in table.attrs:
         raise ValueError("this table does not say where its numbers come from (attrs['provenance']), so it is not "
                          "drawn: use a table that labkit.experiments returned")
@@ -187,6 +188,7 @@ def require(table, *columns):
 
 
 def few(table, most=100):
+    """Raise ValueError for more rows than bars can show."""
     if len(table) > most:
         raise ValueError(f"the table has {len(table):,} rows, and bars show up to {most}: pick some of them")
 
