@@ -58,11 +58,8 @@ def build(kind, *, layers=24, width=1024, batch=1, tokens=128, dtype=torch.float
         raise ValueError(f"layers, width, batch and tokens must be 1 or more, not {layers}, {width}, {batch}, {tokens}")
     machine.require_gpu(f"Building a {kind}")
     shape = (batch, width) if kind == "mlp" else (batch, tokens, width)
-    need, free = needed_bytes(kind, layers, width, shape, dtype), machine.free_bytes()
-    if need > free:
-        raise TooLarge(f"a {kind} of {layers} layers, width {width}, batch {batch} in {dtype} needs about "
-                       f"{need / 2**30:.1f} GiB; {free / 2**30:.1f} GiB of this GPU are free. "
-                       "Choose fewer layers, a smaller width or batch, or free memory (restart other kernels).")
+    require_room(f"a {kind} of {layers} layers, width {width}, batch {batch} in {dtype}",
+                 needed_bytes(kind, layers, width, shape, dtype))
     default = torch.get_default_dtype()
     with torch.device("cuda"), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
         torch.manual_seed(0)

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import filelock
@@ -23,23 +23,29 @@ from labkit import machine
 
 METHOD = {
     "unit": "microseconds per call",
-    "enqueue_us": "CPU time until the call returns, GPU idle before (time.perf_counter_ns over a short burst of calls)",
+    "enqueue_us": "CPU time until the call returns, GPU idle before (time.perf_counter_ns over a short burst of calls); over "
+                  "about 1,000 launches a call it holds waiting for the GPU",
     "gpu_us": "CUDA events around a burst of calls queued behind a spinning kernel, so without the gaps between launches; "
               "gpu_gaps says where the queue ran dry all the same (over about 1,000 launches a call)",
     "wall_us": "steady state: a loop of calls between two torch.cuda.synchronize(), divided by the number of calls",
     "warm_up": "at least 3 calls and 0.1 s of each candidate, then rounds",
-    "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round",
+    "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round, "
+              "after one call that does not count",
+    "cores": "each round runs on the next of the CPU cores, shuffled, on which a loop of Python takes at most 10 % longer than on "
+             "the best (others are slow by nature, or busy with something else); if there is none, on the quickest",
     "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each "
-                 "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians",
+                 "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians, and its interval has 2 % "
+                 "more, in quadrature, for what differs between processes, which no process sees (experiments.repeatability shows it)",
     "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) was "
             "narrower than 2 % twice, with half as many rounds again in between; or at the budget; sweeps: at the budget",
     "outside": "garbage collection, allocation of inputs, other measurements on this GPU (a file lock)",
 }
 CLOCKS = ("enqueue_us", "gpu_us", "wall_us")
-_BURST_US, _LOOP_US, _MAX_BURST, _MAX_LOOP = 400.0, 3000.0, 64, 2000
+_BURST_US, _LOOP_US, _MAX_BURST, _MAX_LOOP = 400.0, 6000.0, 64, 2000
 _MOST_GPU_US, _MOST_SPIN = 20_000.0, 2**27
 _MIN_ROUNDS, _BLOCKS, _RESAMPLES = 6, 10, 500
-_FIRST_CHECK, _LONG_S = 20, 5
+_FIRST_CHECK, _LONG_S, _LONG_CALL_S = 20, 5, 0.02
+_BETWEEN_PROCESSES = 0.02
 _FEW_BLOCKS = 2.262 / 1.960  # Student's t for ten blocks over the normal quantile
 _SPIN_CYCLES_PER_US = 2000  # at 2 GHz; _gpu finds out if it is too few
 
@@ -93,9 +99,11 @@ class Comparison:
         return self.measurements[name]
 
     def ratio(self, slow, fast, clock="wall_us"):
-        """Return how many times as long `slow` takes as `fast`: a Spread, resampled by whole rounds."""
+        """Return how many times as long `slow` takes as `fast`: a Spread, resampled by whole rounds, and see METHOD."""
         a, b = (np.array(getattr(self.measurements[name], clock).samples) for name in (slow, fast))
-        return spread(a, b)
+        within = spread(a, b)
+        below, above = (math.hypot(end - within.median, _BETWEEN_PROCESSES * within.median) for end in (within.low, within.high))
+        return replace(within, low=within.median - below, high=within.median + above)
 
     def difference(self, slow, fast, clock="wall_us"):
         """Return how many microseconds `fast` saves against `slow`: a Spread, resampled by whole rounds."""
@@ -116,23 +124,24 @@ def measure(fn, *, name="call", budget_s=3.0):
     return compare({name: fn}, budget_s=budget_s)[name]
 
 
-def compare(candidates, *, budget_s=5.0, target=0.02):
+def compare(candidates, *, budget_s=5.0, target=0.02, without_gpu=()):
     """Time callables that take no argument, in interleaved rounds; returns a Comparison.
 
     Goes on until the 95 % interval of the ratio of the first candidate to each other one is narrower than `target`,
     or until `budget_s` seconds (warm-up apart; times LABKIT_BUDGET, if that is set) are over. Raises NoGPU without a
-    GPU, ValueError without a candidate.
+    GPU, ValueError without a candidate. without_gpu: candidates whose gpu_us nobody needs: theirs is NaN, and saves time.
     """
     if not candidates:
         raise ValueError("compare() needs at least one callable: compare({'eager': f, 'graph': g})")
     machine.require_gpu("Measuring")
     budget_s *= float(os.environ.get("LABKIT_BUDGET", 1))
-    with _gpu_to_ourselves():
-        probes = {name: _Probe(fn) for name, fn in candidates.items()}
+    with _gpu_to_ourselves(), _core_after_core() as next_core:
+        probes = {name: _Probe(fn, name not in without_gpu) for name, fn in candidates.items()}
         rounds, began, spent, stopped_by, narrow, check_at = [], time.perf_counter(), 0.0, "budget", False, _FIRST_CHECK
         bar = tqdm(total=budget_s, desc="measuring", leave=False, disable=budget_s < _LONG_S,
                    bar_format="{desc} {percentage:3.0f}% |{bar}| at most {remaining}")
         while len(rounds) < _MIN_ROUNDS or spent < budget_s:
+            next_core()
             names = list(probes) if len(rounds) % 2 else list(reversed(probes))
             samples = {name: probes[name].sample() for name in names}
             rounds.append([samples[name] for name in probes])
@@ -153,23 +162,26 @@ def compare(candidates, *, budget_s=5.0, target=0.02):
 class _Probe:
     """One candidate, warmed up, with the number of calls that each sample of it takes."""
 
-    def __init__(self, fn):
-        self.fn = fn
+    def __init__(self, fn, with_gpu=True):
+        self.fn, self.with_gpu = fn, with_gpu
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began, calls = time.perf_counter(), 0
         while calls < 3 or time.perf_counter() - began < 0.1:
+            last = time.perf_counter()
             fn()
             torch.cuda.synchronize()
             calls += 1
-        enqueue, wall = min(self._enqueue(1) for _ in range(3)), min(self._wall(3) for _ in range(3))
+        tries = 1 if time.perf_counter() - last > _LONG_CALL_S else 3  # a long call says enough by itself
+        enqueue, wall = min(self._enqueue(1) for _ in range(tries)), min(self._wall(tries) for _ in range(tries))
         self.burst = int(min(max(1, _BURST_US / enqueue), max(1, _MOST_GPU_US / wall), _MAX_BURST))
-        self.loop = int(min(max(3, _LOOP_US / wall), _MAX_LOOP))
+        self.loop = int(min(max(tries, _LOOP_US / wall), _MAX_LOOP))
         self.spin = int((self.burst * enqueue * 1.5 + 100) * _SPIN_CYCLES_PER_US)
         self.late = False
 
     def sample(self):
-        """Return (enqueue_us, gpu_us, wall_us), per call."""
-        return self._enqueue(self.burst), self._gpu(self.burst), self._wall(self.loop)
+        """Return (enqueue_us, gpu_us, wall_us), per call; the core may be new to us, so one call goes first."""
+        self.fn()
+        return self._enqueue(self.burst), self._gpu(self.burst) if self.with_gpu else math.nan, self._wall(self.loop)
 
     def _enqueue(self, calls):
         fn = self.fn
@@ -239,6 +251,50 @@ def _gpu_to_ourselves():
         finally:
             if collecting:
                 gc.enable()
+
+
+@contextlib.contextmanager
+def _core_after_core():
+    """Give a function that moves this thread to the next quiet CPU core; afterwards it may run where it could before.
+
+    Processes land on different cores, and on one that shares its silicon with a neighbour the CPU's part takes half as long
+    again. A core is quiet if a loop of Python takes at most a tenth longer on it than on the best; if none is, the quickest serves.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield lambda: None
+        return
+    allowed, shuffle, turns, best = os.sched_getaffinity(0), np.random.default_rng(0).permutation, [], math.inf
+
+    def next_core():
+        nonlocal best
+        tried = {}
+        for _ in allowed:
+            turns[:] = turns or list(shuffle(sorted(allowed)))
+            core = int(turns.pop())
+            _move_to({core})
+            tried[core] = min(_loop_ns() for _ in range(3))
+            best = min(best, tried[core])
+            if tried[core] <= 1.1 * best:
+                return
+        _move_to({min(tried, key=tried.get)})
+
+    try:
+        yield next_core
+    finally:
+        _move_to(allowed)
+
+
+def _move_to(cores):
+    with contextlib.suppress(OSError):  # a container may forbid it, or take cores away meanwhile
+        os.sched_setaffinity(0, cores)
+
+
+def _loop_ns():
+    """Time a loop that does nothing but keep a CPU core busy."""
+    began = time.perf_counter_ns()
+    for _ in range(5000):
+        pass
+    return time.perf_counter_ns() - began
 
 
 @contextlib.contextmanager

@@ -60,6 +60,11 @@ def record(fn, *, calls_before=3):
     Once used, the profiler slows every later launch and replay of its process, so measure elsewhere: timing warns, and
     experiments trace in a child process. Raises NoGPU without a GPU, RuntimeError when the call launched nothing.
     """
+    return record_each({"one call": fn}, calls_before=calls_before)["one call"]
+
+
+def record_each(calls, *, calls_before=3):
+    """Profile one call of each callable of a dict, as `record` does, in one session; returns a dict of Traces."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -69,17 +74,18 @@ def record(fn, *, calls_before=3):
     if _SLOWED not in timing.disturbances:
         timing.disturbances.append(_SLOWED)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(calls_before):
-            fn()
-        torch.cuda.synchronize()
-        with record_function("labkit: one call"):
-            fn()
+        for name, fn in calls.items():
+            for _ in range(calls_before):
+                fn()
             torch.cuda.synchronize()
+            with record_function(f"labkit: {name}"):
+                fn()
+                torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
         events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
-    return _trace(events, "labkit: one call", contents.short_name)
+    return {name: _trace(events, f"labkit: {name}", contents.short_name) for name in calls}
 
 
 def _trace(events, label, short_name):

@@ -67,30 +67,43 @@ def test_the_search_of_lab_31_follows_what_is_typed(tabs):
         assert 0 < rows.count() < everything
 
 
-@pytest.mark.skipif(40 not in LABS, reason="there is no notebooks/40_*.ipynb yet")
-def test_the_explorer_of_lab_40_measures_and_stops(tabs):
+def explores_batches(page):
+    """Use the batch explorer in recorded mode: keys, the mouse, menus, Measure, Stop and a double press."""
     from playwright.sync_api import expect
+    measure, stop, status, summary = (page.locator(f".labkit-{name}") for name in ("measure", "stop", "status", "summary"))
+    chart = page.locator(".labkit-chart img")
+    chart.wait_for()
+    change(summary, lambda: browser.press(page, "labkit-batch", "ArrowRight"))
+    expect(page.locator(".labkit-batch .noUi-handle")).to_have_attribute("aria-label", "batch")
+    expect(page.locator(".labkit-batch .noUi-handle")).to_have_attribute("aria-valuetext", "2")
+    change(summary, lambda: browser.drag(page, "labkit-batch", to=1.0))
+    change(summary, lambda: page.locator(".labkit-model select").select_option("MLP"))
+    change(summary, lambda: browser.drag(page, "labkit-width", to=1.0))
+    page.locator(".labkit-view select").select_option("roofline")
+    expect(chart).to_have_attribute("alt", re.compile("the floor is"))
+    before = chart.get_attribute("src")
+    change(status, measure.click)
+    expect(status).to_contain_text(re.compile(r"[1-9] of \d+ points"))
+    stop.press("Enter")  # by keyboard
+    expect(status).to_contain_text("Stopped after")
+    expect(chart).not_to_have_attribute("src", before)
+    measure.dblclick()
+    expect(status).to_contain_text("played back.")
+    expect(status).not_to_contain_text("Stopped")
+    stop.click()  # one Stop ends it all: the second press began nothing
+    expect(status).to_contain_text("Stopped after")
+    ended = status.inner_text()
+    page.page.wait_for_timeout(1000)
+    assert status.inner_text() == ended
+
+
+def test_the_explorer_of_lab_40_measures_and_stops(tabs):
     with tabs["labs"].lab(LABS[40]) as lab:
-        measure, stop, status = (lab.locator(f".labkit-{name}") for name in ("measure", "stop", "status"))
-        change(lab.locator(".labkit-summary"), lambda: browser.press(lab, "labkit-batch", "ArrowRight"))
-        change(lab.locator(".labkit-summary"), lambda: browser.drag(lab, "labkit-width", to=1.0))
-        chart = lab.locator(".labkit-chart img, img.labkit-chart").first
-        before = chart.get_attribute("src")
-        change(status, measure.click)
-        stop.click()
-        expect(status).to_contain_text("Stopped after")
-        expect(chart).not_to_have_attribute("src", before)
-        measure.dblclick()
-        expect(status).to_contain_text("played back")
-        stop.click()  # one Stop ends it all: the second press began nothing
-        expect(status).to_contain_text("Stopped after")
-        ended = status.inner_text()
-        lab.page.wait_for_timeout(1000)
-        assert status.inner_text() == ended
+        explores_batches(lab)
 
 
-def test_the_app_follows_keyboard_and_mouse(tabs):
+def test_the_app_explores_batches(tabs):
     with tabs["app"].watched("app") as app:
-        app.locator(".labkit-idle p").wait_for()
+        app.locator(".labkit-chart").wait_for()
         assert app.page.title() == "CUDA Graphs Lab" and "experiments." not in app.inner_text()
-        moves_by_keyboard_and_mouse(app)
+        explores_batches(app)

@@ -70,7 +70,21 @@ def operations(**captured):  # by name, with _ for a blank; what is not named is
                   for name, ok in (real | captured).items()])
 
 
+def sweep(*kept, deeper=5.0, width=32, late=32):
+    """A speedup of 5 at batch 1 to 4, of the deeper model of each pair one more than `deeper`; what share each keeps at batch 32."""
+    curve = {"length": 1, "precision": "float16"}
+    rows = [{**curve, "model": f"{i}", "layers": layers, "width": wide, "batch": batch, "skipped": "", "speedup": 1 + gain}
+            for i, part in enumerate(kept) for layers, wide, most in ((6, 64, 4.0), (24, width, deeper))
+            for batch, gain in ((1, most), (4, most), (late, most * part), (512, 0.0))]
+    flat = {**rows[0], "model": "gains nothing", "speedup": 1.05}
+    return table([*rows, flat, {**flat, "batch": 32}, {**flat, "batch": 64, "skipped": "out of memory", "speedup": None}])
+
+
 @pytest.mark.parametrize("id, made, verdict", [
+    ("when", sweep(*[0.5] * 9, 1.0), HOLDS), ("when", sweep(*[0.5] * 8, 1.0, 1.0), LIMITS),
+    ("when", sweep(0.5, 0.1, deeper=3.9), LIMITS), ("when", sweep(0.5, 0.1, width=64), LIMITS),  # with no pair to compare
+    ("when", sweep(0.9, 0.9, 1.0, 1.1), LIMITS),
+    ("when", sweep(0.9, 0.91, 1.0), FAILS),
     ("limit-1", wrong_shape("[5, 5]", False), HOLDS), ("limit-1", wrong_shape("refused", True), HOLDS),
     ("limit-1", wrong_shape("an error", False), FAILS),
     ("limit-2", operations(), LIMITS), ("limit-2", operations(if_on_a_shape=False), HOLDS),
@@ -123,7 +137,7 @@ def test_every_claim_is_judged_above():
 
 def test_an_overlap_of_bounds_and_words():
     for claim in claims.CLAIMS.values():
-        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20", "30", "31") and claim.experiment in experiments.EXPERIMENTS
+        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20", "30", "31", "40") and claim.experiment in experiments.EXPERIMENTS
 
 
 def test_without_its_table_a_claim_is_not_measured():
@@ -145,3 +159,14 @@ def test_a_verdict_is_printed_with_its_rule_and_label(capsys):
     assert max(map(len, out.splitlines())) <= 92
     assert "Verdict: HOLDS. One eager step launches 340 kernels." in out and "The rule: holds at 100" in out
     assert out.endswith(f"({LABEL})\n")
+
+
+def test_when_says_what_it_cannot_judge():
+    slow = sweep(0.5)
+    slow["speedup"] = 1.05
+    verdict = claims.judge("when", slow)
+    assert verdict.verdict == FAILS and "None of 3 models gains more than a tenth" in verdict.why and "nan" not in str(verdict)
+    assert verdict.low <= verdict.number <= verdict.high
+    alone = sweep(0.5, late=64)
+    with pytest.raises(ValueError, match="no 'model that was measured at batch 4 or less and at batch 32'"):
+        claims.judge("when", alone[alone["batch"] != 32])

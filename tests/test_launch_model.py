@@ -1,9 +1,12 @@
 """The launch model: each of its parts on steps that can be worked out by hand."""
 
+import numpy as np
+import pandas as pd
 import pytest
-from made_up import table
+from made_up import batch_sweep, ceilings, table
 
-from labkit import launch_model
+from labkit import build, launch_model
+from labkit.charts.sweeps import floors_of
 from labkit.launch_model import Constants
 
 CONSTANTS = Constants(gap_us=0.5, hand_gap_us=1.0, fixed_us=4.0, call_us=20.0)
@@ -80,3 +83,40 @@ def test_predictions_stand_beside_what_was_measured():
     assert made["eager_error"].iloc[0] == pytest.approx(0.204) and made["graph_error"].iloc[0] == pytest.approx(-0.2)
     assert made["predicted_speedup"].iloc[0] == pytest.approx(3.01)
     assert made[["predicted_eager_us", "graph_error"]].iloc[1].isna().all() and made.attrs["provenance"]["gpu"] == "made up"
+
+
+def test_the_queue_that_lab_40_teaches_is_the_packaged_one():
+    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "40_explore_batch_size.ipynb")
+    names = {}
+    exec(next(cell for cell in cells if cell.startswith("def eager_us(")), names)
+    for launches, kernels in (([10.0] * 9, [2.0] * 9), ([5.0] * 9, [30.0] * 9), ([10.0, 1.0, 1.0] * 5, [2.0, 20.0, 2.0] * 5)):
+        for calls in (1, 10):
+            taught = names["eager_us"](launches, kernels, CONSTANTS.hand_gap_us, calls)
+            assert taught == pytest.approx(launch_model.eager_us(launches, kernels, CONSTANTS, calls))
+
+
+def test_the_launches_and_the_floor_that_lab_40_teaches_are_the_packaged_ones():
+    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "40_explore_batch_size.ipynb")
+    taught = {"numpy": np}
+    for name in ("launches_us", "floor_us"):
+        exec(next(cell for cell in cells if cell.startswith(f"def {name}(")).partition("\n\n")[0], taught)
+    step = pd.Series(row(launches=3) | {"eager_launch_at_us": [0.0, 40.0, 30.0]})
+    assert taught["launches_us"](step) == pytest.approx(launch_model.launches_us(step))
+    made = batch_sweep("gpt2", precisions=("float16",)).query("skipped == ''")
+    ceiling = ceilings().set_index(["what", "precision"])["per_second"]
+    floors = floors_of(made, ceilings())
+    ours = [taught["floor_us"](*work, ceiling["read"].iloc[0], ceiling["multiply", "float16"]) for work in made[["bytes", "flops"]].to_numpy()]
+    assert ours == pytest.approx(floors[["read", "multiply"]].max(axis=1).tolist())
+
+
+def test_a_sweep_without_any_trace_gets_no_predictions():
+    nothing = table([{"batch": 1, "skipped": "out of memory"}])  # as recorded where no batch fitted
+    empty = table([row() | {"eager_launch_at_us": [], "eager_gpu_us": []}])
+    for made in (nothing, empty):
+        assert launch_model.add_predictions(made, CONSTANTS)[["predicted_eager_us", "graph_error"]].isna().all(axis=None)
+        assert not launch_model.traced(made).any()
+
+
+def test_lab_40_keeps_the_name_of_its_table_of_predictions_for_it():
+    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "40_explore_batch_size.ipynb")
+    assert sum("predicted = " in cell for cell in cells) == 1  # else a cell run again would break those below

@@ -113,3 +113,73 @@ def test_without_a_place_for_the_lock_measuring_goes_on(own_lock, monkeypatch):
     with pytest.warns(UserWarning, match="measuring without a lock"), timing._gpu_to_ourselves():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Pretend four cores with times of the loop in a dict; returns it and the moves of the thread."""
+    moves, loops = [], {3: 100, 5: 105, 8: 150, 9: 100}
+    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: set(loops), raising=False)
+    monkeypatch.setattr(timing.os, "sched_setaffinity", lambda _, cores: moves.append(set(cores)), raising=False)
+    monkeypatch.setattr(timing, "_loop_ns", lambda: loops[max(moves[-1])])
+    return loops, moves
+
+
+def test_rounds_go_through_all_quiet_cores_and_leave_the_thread_free(cores):
+    _, moves = cores
+    with pytest.raises(KeyboardInterrupt), timing._core_after_core() as next_core:
+        for _ in range(4):  # until the best is known, a slow core may serve
+            next_core()
+        rounds = []
+        for _ in range(30):
+            next_core()
+            rounds.append(max(moves[-1]))
+        raise KeyboardInterrupt
+    assert moves[-1] == {3, 5, 8, 9} and all(len(move) == 1 for move in moves[:-1])
+    assert {core: rounds.count(core) for core in (3, 5, 9)} == pytest.approx({3: 10, 5: 10, 9: 10}, abs=1) and 8 not in rounds
+
+
+def test_where_every_core_got_busy_rounds_go_on(cores):
+    loops, moves = cores
+    with timing._core_after_core() as next_core:
+        next_core()
+        loops.update({3: 400, 5: 390, 8: 410, 9: 395})
+        before = len(moves)
+        next_core()
+        tried = [max(move) for move in moves[before:]]
+        assert len(tried) == 5 and tried[-1] == min(tried[:4], key=loops.get)  # as many tries as cores, then the quickest serves
+
+
+def test_a_ratio_allows_for_what_differs_between_processes():
+    def always(us):
+        return timing.Measurement("x", *[timing.spread([us] * 20)] * 3, 20, "budget")
+
+    same = timing.Comparison({"slow": always(30.0), "fast": always(10.0)})
+    assert same["slow"].wall_us.width == 0
+    assert (same.ratio("slow", "fast").low, same.ratio("slow", "fast").high) == pytest.approx((2.94, 3.06))
+
+
+def test_candidates_without_a_gpu_clock_get_no_gpu_time(monkeypatch):
+    probe = object.__new__(timing._Probe)
+    probe.fn, probe.with_gpu, probe.burst, probe.loop = (lambda: None), False, 1, 1
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    enqueue, gpu, wall = probe.sample()
+    assert np.isnan(gpu) and enqueue > 0 and wall > 0 and np.isnan(timing.spread([gpu] * 6).median)
+
+
+def test_where_threads_cannot_be_moved_they_stay(monkeypatch):
+    monkeypatch.delattr(timing.os, "sched_setaffinity", raising=False)
+    with timing._core_after_core() as next_core:
+        next_core()
+
+
+@pytest.mark.parametrize("error", [PermissionError(1, "Operation not permitted"), OSError(22, "Invalid argument")])
+def test_where_moving_a_thread_is_forbidden_it_stays(cores, monkeypatch, error):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(timing.os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(timing, "_loop_ns", lambda: 100)
+    with timing._core_after_core() as next_core:
+        for _ in range(6):
+            next_core()

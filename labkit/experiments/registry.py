@@ -31,7 +31,7 @@ def apart(fn):
     return functools.wraps(fn)(lambda **params: in_child(fn, params))
 
 
-def in_child(fn, params=None):
+def in_child(fn, params=None, timeout_s=300):
     """Return what a function of a module gives in a child process; RuntimeError with its first line if it fails.
 
     params: its keywords, plain values; what it returns must be what JSON can hold.
@@ -39,7 +39,7 @@ def in_child(fn, params=None):
     from labkit import isolate
 
     result = isolate.run(f"import inspect, json\nfrom {fn.__module__} import {fn.__name__} as fn\n"
-                         f"json.dumps(inspect.unwrap(fn)(**{params or {}!r}))", timeout_s=300)
+                         f"json.dumps(inspect.unwrap(fn)(**{params or {}!r}))", timeout_s=timeout_s)
     if result.error:
         raise RuntimeError(f"{fn.__name__} failed in its own process: {result.error}")
     return answer_of(result)
