@@ -34,8 +34,9 @@ METHOD = {
     "cores": "each round runs on the next of the CPU cores, shuffled, on which a loop of Python takes at most 10 % longer than on "
              "the best (others are slow by nature, or busy with something else); if there is none, on the quickest",
     "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each "
-                 "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians, and its interval has 2 % "
-                 "more, in quadrature, for what differs between processes, which no process sees (experiments.repeatability shows it)",
+                 "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians, and its interval has more, "
+                 "in quadrature, for what one process cannot see (experiments.repeatability shows it): 2 %, and what the ratio would "
+                 "change by if the CPU took 10 % longer, where the CPU decides (enqueue_us above wall_us / 1.1)",
     "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) was "
             "narrower than 2 % twice, with half as many rounds again in between; or at the budget; sweeps: at the budget",
     "outside": "garbage collection, allocation of inputs, other measurements on this GPU (a file lock)",
@@ -45,7 +46,7 @@ _BURST_US, _LOOP_US, _MAX_BURST, _MAX_LOOP = 400.0, 6000.0, 64, 2000
 _MOST_GPU_US, _MOST_SPIN = 20_000.0, 2**27
 _MIN_ROUNDS, _BLOCKS, _RESAMPLES = 6, 10, 500
 _FIRST_CHECK, _LONG_S, _LONG_CALL_S = 20, 5, 0.02
-_BETWEEN_PROCESSES = 0.02
+_BETWEEN_PROCESSES, _CPU_VARIES = 0.02, 0.10  # by what a ratio differs between processes: any; and one that the CPU decides
 _FEW_BLOCKS = 2.262 / 1.960  # Student's t for ten blocks over the normal quantile
 _SPIN_CYCLES_PER_US = 2000  # at 2 GHz; _gpu finds out if it is too few
 
@@ -102,8 +103,14 @@ class Comparison:
         """Return how many times as long `slow` takes as `fast`: a Spread, resampled by whole rounds, and see METHOD."""
         a, b = (np.array(getattr(self.measurements[name], clock).samples) for name in (slow, fast))
         within = spread(a, b)
-        below, above = (math.hypot(end - within.median, _BETWEEN_PROCESSES * within.median) for end in (within.low, within.high))
+        between = math.hypot(_BETWEEN_PROCESSES, self._on_a_slower_cpu(slow, clock) - self._on_a_slower_cpu(fast, clock))
+        below, above = (math.hypot(end - within.median, between * within.median) for end in (within.low, within.high))
         return replace(within, low=within.median - below, high=within.median + above)
+
+    def _on_a_slower_cpu(self, name, clock):
+        """Return by what share this clock would show more if the CPU were slower by what a CPU varies: none where the GPU decides."""
+        us, enqueue_us = getattr(self[name], clock).median, self[name].enqueue_us.median
+        return 0.0 if clock == "gpu_us" else max(us, (1 + _CPU_VARIES) * enqueue_us) / us - 1
 
     def difference(self, slow, fast, clock="wall_us"):
         """Return how many microseconds `fast` saves against `slow`: a Spread, resampled by whole rounds."""

@@ -151,12 +151,21 @@ def test_where_every_core_got_busy_rounds_go_on(cores):
 
 
 def test_a_ratio_allows_for_what_differs_between_processes():
-    def always(us):
-        return timing.Measurement("x", *[timing.spread([us] * 20)] * 3, 20, "budget")
+    def always(enqueue_us, wall_us):
+        return timing.Measurement("x", *(timing.spread([us] * 20) for us in (enqueue_us, wall_us / 2, wall_us)), 20, "budget")
 
-    same = timing.Comparison({"slow": always(30.0), "fast": always(10.0)})
-    assert same["slow"].wall_us.width == 0
-    assert (same.ratio("slow", "fast").low, same.ratio("slow", "fast").high) == pytest.approx((2.94, 3.06))
+    both = timing.Comparison({"cpu": always(30.0, 30.0), "slower cpu": always(60.0, 60.0), "gpu": always(2.0, 10.0), "near": always(9.8, 10.0)})
+    assert both["cpu"].wall_us.width == 0
+
+    def share(*names, clock="wall_us"):
+        r = both.ratio(*names, clock)
+        assert r.high - r.median == pytest.approx(r.median - r.low)
+        return r.high / r.median - 1
+
+    assert [share("cpu", "gpu"), share("gpu", "cpu")] == pytest.approx([(0.02**2 + 0.1**2) ** 0.5] * 2)  # the CPU decides one of them,
+    assert share("slower cpu", "cpu") == pytest.approx(0.02)  # both: a slower CPU leaves their ratio,
+    assert share("near", "gpu") == pytest.approx((0.02**2 + 0.078**2) ** 0.5)  # one only when it is slower,
+    assert share("cpu", "gpu", clock="gpu_us") == pytest.approx(0.02)  # or none
 
 
 def test_candidates_without_a_gpu_clock_get_no_gpu_time(monkeypatch):
