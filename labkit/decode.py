@@ -7,7 +7,7 @@ import traceback
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from labkit import decoding, graphs, models
 
@@ -44,6 +44,25 @@ class DecodeStep(nn.Module):
         return result.logits[:, -1].argmax(-1, keepdim=True)
 
 
+class GrowingStep(nn.Module):
+    """The same step over a cache that grows with each token, as generate() uses it; each call takes its token off again."""
+
+    def __init__(self, model, batch, context):
+        super().__init__()
+        weight, (heads, head) = next(model.parameters()), _heads(model.config)
+        self.model, self.context, self.cache = model, context, DynamicCache(config=model.config)
+        self.position = torch.full((1, 1), context - 1, device=weight.device)
+        for i in range(model.config.num_hidden_layers if context > 1 else 0):
+            keys, values = torch.randn(2, batch, heads, context - 1, head, dtype=weight.dtype, device=weight.device)
+            self.cache.update(keys, values, i)
+        self.keyword = decoding.cache_keyword(model)
+
+    def forward(self, ids):  # (batch, 1) -> (batch, 1)
+        result = self.model(input_ids=ids, position_ids=self.position, use_cache=True, **{self.keyword: self.cache})
+        self.cache.crop(-1)
+        return result.logits[:, -1].argmax(-1, keepdim=True)
+
+
 def decode_step(model, batch, context):
     """Return a DecodeStep and random ids for it, (batch, 1); raises models.TooLarge if they would not fit, ValueError."""
     weight, config = next(model.parameters()), model.config
@@ -76,15 +95,16 @@ class GraphedDecoder:
 
     model: a causal LM in eval mode, on one device. max_length: places in the cache, for a prompt and all new tokens but the
     last. batch: sequences. prove: show first that logits and tokens equal generate()'s, across the edge of a sliding window
-    too (which costs a few short generations). masks: "static" or "own", experts: see decoding.StaticStep; left out, what works
-    is found out. A sliding window is kept whole, as the mask leaves the rest out: its cache takes max_length places.
+    too (which costs a few short generations). compiled: let torch.compile write kernels for the step, which takes a minute or
+    more and is worth it for long texts. masks: "static" or "own", experts: see decoding.StaticStep; left out, what works is
+    found out. A sliding window is kept whole, as the mask leaves the rest out: its cache takes max_length places.
 
     Attributes: captured, masks, experts, padding_refused (None, or why all prompts must be of one length), step, graphs (for
     each way to pick in use, a GraphedCallable). Raises DecoderRefused; ValueError for a size that cannot be; TooLarge.
     """
 
     @torch.inference_mode()
-    def __init__(self, model, max_length, batch=1, *, prove=True, masks=None, experts=None):
+    def __init__(self, model, max_length, batch=1, *, prove=True, compiled=False, masks=None, experts=None):
         _refuse_model(model)
         if max_length < 8 or batch < 1:
             raise ValueError(f"max_length must be 8 or more and batch 1 or more, not {max_length} and {batch}")
@@ -98,7 +118,7 @@ class GraphedDecoder:
         for self.experts in (None, "batched_mm") if switch else (experts,):
             for self.masks in [masks] if masks else ["static", "own"]:
                 try:
-                    self.graphs, self.step = {}, decoding.StaticStep(model, max_length, batch, self.masks, self.experts)
+                    self.graphs, self.step = {}, decoding.StaticStep(model, max_length, batch, self.masks, self.experts, compiled)
                     self._ready("greedy")
                     if prove:
                         _prove(self)

@@ -1,5 +1,6 @@
 """What a captured decoder replays: one step of a causal LM over a static cache, on tensors that stay where they are."""
 
+import contextlib
 import inspect
 import re
 
@@ -43,10 +44,11 @@ class StaticStep:
 
     masks: "static", where the step makes the mask of each layer from the prompts' padding and the place in the cache, or
     "own", where the model makes them as for generate(). experts: how a mixture of experts multiplies, None for its own way.
+    compiled: whether the model's part of a step goes through torch.compile, which then tries out kernels (a minute or more).
     Raises ValueError where masks of a kind that is not known would be needed.
     """
 
-    def __init__(self, model, max_length, batch, masks, experts):
+    def __init__(self, model, max_length, batch, masks, experts, compiled=False):
         self.model, self.max_length, self.experts, device = model, max_length, experts, model.device
         takes = inspect.signature(model.forward).parameters
         self.keyword, self.positioned = cache_keyword(model), "position_ids" in takes
@@ -72,7 +74,8 @@ class StaticStep:
         self.options = {name: torch.full((), value, device=device) for name, value in SAMPLING.items()}
         self.generator, self.seed = torch.Generator(device), 0
         self.template = self.ends = None
-        self.constants = MadeBefore()
+        self.constants = contextlib.nullcontext() if compiled else MadeBefore()
+        self.one_token = torch.compile(model.forward, mode="max-autotune-no-cudagraphs", dynamic=False) if compiled else model
         ids, positions = self.rehearsal(), self.places[:2].expand(batch, 2)
         logits = self._forward(self._prepared(ids, self.valid[:, :2], positions, first=True))
         self.ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)  # which tokens end a sequence
@@ -125,13 +128,15 @@ class StaticStep:
 
     def _forward(self, inputs):
         """Return the logits of the last place, (batch, vocabulary)."""
-        if self.experts is None or inputs["input_ids"].shape[1] > 1:
+        if inputs["input_ids"].shape[1] > 1:
             logits = self.model(**inputs).logits
+        elif self.experts is None:
+            logits = self.one_token(**inputs).logits
         else:
             before = self.model.config._experts_implementation
             self.model.set_experts_implementation(self.experts)
             try:
-                logits = self.model(**inputs).logits
+                logits = self.one_token(**inputs).logits
             finally:
                 self.model.set_experts_implementation(before)
         if logits.ndim != 3 or logits.shape[0] != len(self.token):

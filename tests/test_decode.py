@@ -24,6 +24,24 @@ def test_a_step_gives_the_token_that_the_whole_text_gives(kind):
         assert torch.equal(step(text[:, -1:]), wanted)  # rewound by itself
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@torch.inference_mode()
+def test_a_growing_cache_gives_the_tokens_of_a_static_one_at_every_call(kind):
+    model, ids = small(kind), torch.randint(1000, (2, 1), generator=torch.Generator().manual_seed(2))
+    static, growing = decode.DecodeStep(model, batch=2, context=9), decode.GrowingStep(model, batch=2, context=9)
+    for i, layer in enumerate(static.cache.layers):
+        grown = growing.cache.layers[i]
+        assert grown.keys.shape[-2] == 8
+        grown.keys, grown.values = layer.keys[:, :, :8].clone(), layer.values[:, :, :8].clone()
+    for _ in range(3):
+        assert torch.equal(growing(ids), static(ids)) and growing.cache.get_seq_length() == 8
+
+
+def test_a_growing_cache_of_the_first_token_is_empty():
+    step, ids = decode.GrowingStep(small("llama"), batch=2, context=1), torch.ones(2, 1, dtype=torch.long)
+    assert torch.equal(step(ids), step(ids)) and step.cache.get_seq_length() == 0
+
+
 def test_a_step_that_does_not_fit_is_refused_with_what_it_needs(monkeypatch):
     monkeypatch.setattr(models.machine, "free_bytes", lambda: 1 << 20)
     with pytest.raises(models.TooLarge, match=r"a cache of 512 x 1,024 tokens needs about [\d.]+ GiB; 0.0 GiB"):

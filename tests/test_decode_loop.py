@@ -159,6 +159,27 @@ def test_both_kinds_of_masks_and_of_experts_give_the_same_tokens(way):
     assert torch.equal(decoder.generate(ids, 14, eos_token_id=()), generated(model, ids, 14))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_compiled_step_gives_the_tokens_of_generate_and_prompts_stay_out_of_it(name, monkeypatch):
+    model, compiled, taken = architectures.tiny_model(name), [], torch.compile
+
+    def traced(forward, **options):
+        compiled.append(options)
+        whole = taken(forward, backend="eager", dynamic=False, fullgraph=True)  # as with kernels written, but at once
+
+        def one(**inputs):
+            assert inputs["input_ids"].shape == (3, 1)
+            return whole(**inputs)
+
+        return one
+
+    monkeypatch.setattr(torch, "compile", traced)
+    ids, mask = prompts(3, 6), padded(3, 6)
+    tokens = decode.GraphedDecoder(model, 24, 3, compiled=True).generate(ids, 15, attention_mask=mask, eos_token_id=())
+    assert torch.equal(tokens, generated(model, ids, 15, mask))
+    assert compiled == [{"mode": "max-autotune-no-cudagraphs", "dynamic": False}]
+
+
 def test_attention_without_sdpa_gets_masks_of_numbers():
     model = architectures.tiny_model("llama", attn_implementation="eager")
     decoder = decode.GraphedDecoder(model, 24, 2)
