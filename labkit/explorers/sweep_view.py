@@ -116,7 +116,7 @@ def view(model):
         collecting = gc.isenabled()
         gc.disable()  # else the litter of a drawing grows old, and one move in a hundred waits for a full collection
         try:
-            said["chart"].value = _picture(model.chart())
+            said["chart"].value = picture(model.chart())
         finally:
             if collecting:
                 gc.enable(), gc.collect(1)
@@ -156,7 +156,7 @@ def _start(measuring):
     task.add_done_callback(_RUNNING.discard)
 
 
-def _picture(chart):
+def picture(chart):
     """Write a chart as a picture with its words for those who cannot see it, or a sentence where there is none."""
     if isinstance(chart, str):
         return f'<p style="min-height:8em">{escape(chart)}</p>'
