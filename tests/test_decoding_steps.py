@@ -7,7 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from labkit import architectures, graphs, models, timing, trace  # noqa: E402
+from made_up import LABEL, table  # noqa: E402
+
+from labkit import architectures, experiments, graphs, models, timing, trace  # noqa: E402
 from labkit.experiments import decoding_steps, registry  # noqa: E402
 
 
@@ -57,7 +59,7 @@ def gpu(monkeypatch):
 
 
 def test_the_ladder_has_every_rung_and_its_share_of_the_floor(gpu):
-    rows = decoding_steps.decode_ladder.measure()
+    rows = [row for name in ("ladder_gpt2", "ladder_llama_8b") for row in registry.EXPERIMENTS[name].measure()]
     points = {(row["model"], row["batch"], row["context"]): [r["rung"] for r in rows if all(r[k] == row[k] for k in ("model", "batch", "context"))]
               for row in rows}
     assert points == {(name, batch, context): list(decoding_steps.RUNGS if context == 128 else decoding_steps.RUNGS[:3])
@@ -138,5 +140,9 @@ def test_the_table_has_each_architecture_once_and_the_speed_of_those_that_decode
     assert rows[0]["speedup"] == pytest.approx(0.5, rel=0.1) and "speedup" not in rows[1]
 
 
-def test_a_name_of_a_model_is_one_that_the_ladder_knows():
-    assert set(decoding_steps.SPAN) <= set(decoding_steps.LANGUAGE) and registry.EXPERIMENTS["decode_ladder"]
+def test_the_whole_ladder_is_one_table_with_its_label(monkeypatch):
+    for name in ("ladder_gpt2", "ladder_llama_1b", "ladder_llama_8b"):
+        monkeypatch.setitem(registry.EXPERIMENTS, name, lambda name=name: table([{"model": name, "wall_us": 1.0}] * 2))
+    whole = experiments.decode_ladder()
+    assert [*whole.model] == ["ladder_gpt2"] * 2 + ["ladder_llama_1b"] * 2 + ["ladder_llama_8b"] * 2
+    assert whole.attrs["provenance"]["label"] == LABEL and [*whole.index] == [*range(6)]

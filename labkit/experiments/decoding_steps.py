@@ -1,10 +1,10 @@
 """Decoding with language models: what a pass costs, the ladder down to the memory limit, which architectures replay. Times in µs."""
 
-from labkit.experiments.registry import as_pair, cells, experiment, in_child, walls
+from labkit.experiments.registry import EXPERIMENTS, as_pair, cells, experiment, in_child, walls
 
 LANGUAGE = {"GPT-2": ("gpt2", 12, 768, "float16"), "Llama 1B": ("llama", 16, 2048, "bfloat16"), "Llama 8B": ("llama", 32, 4096, "bfloat16")}
-SPAN = {"GPT-2": (128, 1024), "Llama 1B": (128, 512, 2048, 8192), "Llama 8B": (128, 512, 2048, 8192)}  # tokens of context
-LADDER_BATCHES, COMPILED_AT = (1, 2, 4, 8, 16, 32), ((1, 128), (32, 128))  # a compilation takes a minute
+SPAN = {"GPT-2": (128, 1024), "Llama 1B": (128, 1024, 8192), "Llama 8B": (128, 1024, 8192)}  # tokens of context
+LADDER_BATCHES, COMPILED_AT = (1, 4, 16, 32), ((1, 128), (32, 128))  # a compilation takes a minute
 RUNGS = ("eager, growing cache", "eager, static cache", "captured", "compiled", "compiled and captured")
 WRITTEN, PROMPT = 32, 32  # tokens
 QUESTION = "Explain in three short sentences why the sky is blue."
@@ -55,20 +55,45 @@ def _pass_of(model):
     return lambda ids: model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 
-@experiment
 def decode_ladder():
-    """Time one decode step on each rung, from what people run down to the floor: the bytes it must read at the speed of a large sum."""
+    """Return ladder_gpt2, ladder_llama_1b and ladder_llama_8b as one table."""
+    import pandas
+
+    tables = [EXPERIMENTS[name]() for name in ("ladder_gpt2", "ladder_llama_1b", "ladder_llama_8b")]
+    rows = pandas.concat(tables, ignore_index=True)
+    rows.attrs = tables[-1].attrs
+    return rows
+
+
+@experiment
+def ladder_gpt2():
+    """Time a decode step of GPT-2 on each rung, from what people run to the floor: its bytes at the speed of a large sum."""
+    return _ladder("GPT-2")
+
+
+@experiment
+def ladder_llama_1b():
+    """Time a decode step of a Llama of 1.5 billion weights on each rung, from what people run to the floor."""
+    return _ladder("Llama 1B")
+
+
+@experiment
+def ladder_llama_8b():
+    """Time a decode step of a Llama of 8 billion weights on each rung, from what people run to the floor."""
+    return _ladder("Llama 8B")
+
+
+def _ladder(name):
     import torch
     from tqdm import tqdm
 
-    rows = []
-    for name, contexts in SPAN.items():
-        model, big = _language(name), torch.ones(2**31, device="cuda", dtype=torch.float16)
-        points = [(batch, context) for context in contexts for batch in LADDER_BATCHES]
-        for batch, context in tqdm(points, desc=name, unit="point", leave=False):
-            rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, batch, context, big)]
-        del model, big
-    worked = iter(in_child(_ladder_kernels, timeout_s=1200))
+    model, big, rows = _language(name), torch.ones(2**31, device="cuda", dtype=torch.float16), []
+    points = [(batch, context) for context in SPAN[name] for batch in LADDER_BATCHES]
+    for batch, context in tqdm(points, desc=name, unit="point", leave=False):
+        rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, batch, context, big)]
+    del model, big
+    torch.cuda.empty_cache()
+    worked = iter(in_child(_ladder_kernels, {"name": name, "points": points}, 900))
     return [row | {"kernels_us": next(worked) if row["rung"] in (RUNGS[2], RUNGS[4]) else None} for row in rows]
 
 
@@ -117,24 +142,20 @@ def _captured_rungs(model, batch, context):
     return step, {**made, **calls}, made
 
 
-def _ladder_kernels():
-    """Return how long the kernels of each captured rung work together (µs), by a profile, in the order of decode_ladder's rows."""
+def _ladder_kernels(name, points):
+    """Return how long the kernels of each captured rung work together (µs), by a profile, in the order of the ladder's rows."""
     import torch
 
     from labkit import trace
 
-    found = []
-    for name, contexts in SPAN.items():
-        model = _language(name)
-        for context in contexts:
-            for batch in LADDER_BATCHES:
-                _, _, made = _captured_rungs(model, batch, context)
-                ids = _ids(model, batch, 1)
-                with torch.inference_mode():
-                    traced = trace.record_each({rung: (lambda graph=graph: graph(ids)) for rung, graph in made.items()}, calls_before=2)
-                found += [sum(kernel.gpu_us for kernel in traced[rung].kernels) for rung in made]
-                del made
-        del model
+    model, found = _language(name), []
+    for batch, context in points:
+        _, _, made = _captured_rungs(model, batch, context)
+        ids = _ids(model, batch, 1)
+        with torch.inference_mode():
+            traced = trace.record_each({rung: (lambda graph=graph: graph(ids)) for rung, graph in made.items()}, calls_before=2)
+        found += [sum(kernel.gpu_us for kernel in traced[rung].kernels) for rung in made]
+        del made
     return found
 
 
