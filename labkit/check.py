@@ -14,7 +14,9 @@ def guess(guess, actual, unit="", what="Measured"):
     """Print a guess beside what was measured (or say `what` it is instead); any guess is fine, also none."""
     guess, actual, unit = _plain(guess), _plain(actual), unit and f" {unit}"
     measured = f"{what}: {_said(actual)}{unit}."
-    if guess is ... or guess is None:
+    if _is_number(actual) and not _is_number(guess) and guess is not ... and guess is not None:
+        print(f"{measured} Your guess, {guess!r}, is no number: write one without quotes, unit or comma.")
+    elif guess is ... or guess is None:
         print(f"{measured} Not guessed yet: put a guess in place of ... and run both cells again.")
     else:
         print(f"Your guess: {_said(guess)}{unit}. {measured} {_distance(guess, actual)}")
@@ -43,7 +45,7 @@ def function(name, fn, cases, rel=0.02, hints=None):
     """Check a function on `cases`, a list of (arguments, expected); a stub that returns nothing is not attempted."""
     for i, (args, expected) in enumerate(cases):
         args = args if isinstance(args, tuple) else (args,)
-        call = f"{name}({', '.join(map(_said, map(_plain, args)))})"
+        call = f"{name}({', '.join(map(_as_typed, map(_plain, args)))})"
         try:
             answer = _plain((fn or ...)(*copy.deepcopy(args)))
         except Exception as error:  # using the ... of a stub raises an error that says "ellipsis"
@@ -149,6 +151,13 @@ def _said(value):
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if _is_number(value) else textwrap.shorten(str(value), 200, placeholder=" ...")
+
+
+def _as_typed(value):
+    """Write an argument as one would type it: 2e9, not 2,000,000,000."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return repr(value) if isinstance(value, (int, str)) else _said(value)
 
 
 def _first_line(error):

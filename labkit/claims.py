@@ -204,9 +204,9 @@ def _when(table, small=4, late=32):
     deeper = early.groupby(["model", "length", "precision", "weights"])["gain"].diff().dropna() > 0
     half, most = (kept <= 0.5).mean(), (kept <= 0.9).mean()
     return (half >= 0.9 and len(deeper) > 0 and deeper.all(), most >= 0.5, kept.quantile([0.5, 0, 1]), "of the gain at batch 1 to 4",
-            f"At batch {late}, {(kept <= 0.5).sum()} of {len(kept)} models keep at most half of the gain that they have at batch "
-            f"1 to {small}, the median {kept.median():.0%} of it; of {len(deeper)} pairs with as many weights, the deeper one "
-            f"gains more in {deeper.sum()}.")
+            f"At batch {late}, {(kept <= 0.5).sum()} of {len(kept)} curves keep at most half of the gain that they have at batch "
+            f"1 to {small}, the median {kept.median():.0%} of it. Of {len(deeper)} pairs with as many weights, the deeper one "
+            f"gains more at batch 1 to {small} in {deeper.sum()}.")
 
 
 CLAIMS = {claim.id: claim for claim in (

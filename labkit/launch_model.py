@@ -33,11 +33,11 @@ def graph_us(kernels_us, constants):
     return max(constants.call_us, constants.fixed_us + sum(kernels_us) + constants.gap_us * len(kernels_us))
 
 
-def eager_us(launches_us, kernels_us, constants, calls=10):
+def eager_us(launches, kernels, constants, calls=10):
     """Return what one of `calls` eager calls in a row takes (µs): each kernel waits for its launch and for the one before."""
     cpu = gpu = 0.0
     for _ in range(calls):
-        for launch, work in zip(launches_us, kernels_us, strict=True):
+        for launch, work in zip(launches, kernels, strict=True):
             cpu += launch
             gpu = max(cpu, gpu + constants.hand_gap_us) + work
     return gpu / calls
@@ -54,7 +54,14 @@ def launches_us(row):
 
 
 def predict(row, constants, cpu=1.0, gpu=1.0, layers=1):
-    """Predict (eager_us, graph_us) of a traced row, were CPU and GPU so many times as fast, and layers so many times as many."""
+    """Predict (eager_us, graph_us) of a traced row, were CPU and GPU so many times as fast, and layers so many times as many.
+
+    Raises ValueError for a row that was not traced, or a factor that cannot be.
+    """
+    if not isinstance(row.get("eager_gpu_us"), list):
+        raise ValueError("a prediction needs one traced row of a sweep, like curve.loc[1], not a whole curve")
+    if min(cpu, gpu) <= 0 or layers < 1 or layers != int(layers):
+        raise ValueError(f"cpu and gpu must be above 0 and layers a whole number from 1, not {cpu}, {gpu} and {layers}")
     scaled = Constants(constants.gap_us / gpu, constants.hand_gap_us / gpu, constants.fixed_us / gpu, constants.call_us / cpu)
     launches, eager, graph = (np.tile(times, layers) for times in (
         launches_us(row) / cpu, np.divide(row["eager_gpu_us"], gpu), np.divide(row["graph_gpu_us"], gpu)))

@@ -172,10 +172,26 @@ def test_outcomes_are_counted_by_group_and_none_is_lost():
         charts.outcomes(table([{"group": "a", "result": str(i)} for i in range(8)]), "group", "result")
 
 
+def test_overhead_is_said_of_the_batches_shown():
+    whole = batch_sweep("gpt2")[:10]
+    low = charts.first_low_overhead(whole)
+    assert f"stays above 10% up to batch {low // 2}." in charts.sweep(whole[whole["batch"] < low]).text
+    later = charts.sweep(whole[whole["batch"] > low])
+    assert f"Overhead is under 10% from batch {2 * low} on, the first shown." in later.text
+
+
+def test_charts_of_one_curve_refuse_several():
+    rows = batch_sweep("gpt2")
+    assert len(rows) > 10
+    for draw in (charts.sweep, lambda table: charts.roofline(table, ceilings())):
+        with pytest.raises(ValueError, match="shows one curve, and the table has 4: GPT-2 decode step, 12 layers"):
+            draw(rows)
+
+
 def test_a_sweep_says_its_ends_where_overhead_ends_and_what_was_left_out():
     chart = charts.sweep(CURVE)
     assert chart.text.startswith("Eager: 452 µs at batch 1, 452 µs at batch 64. Graph: 101 µs at batch 1")
-    assert "Overhead stays above 10%. Left out: batch 128, 256, 512 (out of memory)." in chart.text
+    assert "Overhead stays above 10% up to batch 64. Left out: batch 128, 256, 512 (out of memory)." in chart.text
     whole = batch_sweep("gpt2")[:10]
     low = charts.first_low_overhead(whole)
     assert f"first falls under 10% at batch {low}." in charts.sweep(whole).text

@@ -24,7 +24,7 @@ def said(capsys, call, *args, **kwargs):
 @pytest.mark.parametrize("guess, words", [
     (..., "Not guessed yet"), (None, "Not guessed yet"), (340, "That is it."), (250, "Close."),
     (150, "Too low by a factor of 2.3."), (30, "Too low by a factor of 11"), (0, "340 away"),
-    (34_000, "Too high by a factor of 100"), ("many", "Not what was measured"), (Device(340), "That is it.")])
+    (34_000, "Too high by a factor of 100"), ("many", "is no number: write one without quotes"), (Device(340), "That is it.")])
 def test_guess_is_kind_about_any_guess(capsys, guess, words):
     out = said(capsys, check.guess, guess, 340, "kernels")
     assert "Measured: 340 kernels." in out and words in out
@@ -115,3 +115,8 @@ def test_no_error_or_another_one_fails():
         raise ValueError("else")
     with pytest.raises(KeyboardInterrupt), check.expect_error("capture"):
         raise KeyboardInterrupt
+
+
+def test_a_call_is_written_as_one_would_type_it(capsys):
+    out = said(capsys, check.function, "f", lambda *_: 7.0, [((2e9, 4096, "x", [1.5]), 1.0)])
+    assert "f(2e+09, 4096, 'x', [1.5]) gave 7" in out

@@ -120,3 +120,14 @@ def test_a_sweep_without_any_trace_gets_no_predictions():
 def test_lab_40_keeps_the_name_of_its_table_of_predictions_for_it():
     cells = build.code_cells(build.NOTEBOOKS / "solutions" / "40_explore_batch_size.ipynb")
     assert sum("predicted = " in cell for cell in cells) == 1  # else a cell run again would break those below
+
+
+@pytest.mark.parametrize("factors", [{"cpu": 0}, {"gpu": -2}, {"layers": 0}, {"layers": 1.5}])
+def test_a_prediction_says_what_cannot_be(factors):
+    row = {"eager_gpu_us": [2.0], "graph_gpu_us": [2.0], "eager_launch_at_us": [0.0], "eager_enqueue_us": 5.0}
+    assert launch_model.predict(row, CONSTANTS)
+    with pytest.raises(ValueError, match="cpu and gpu must be above 0 and layers a whole number from 1"):
+        launch_model.predict(row, CONSTANTS, **factors)
+    for whole in (row | {"eager_gpu_us": None}, pd.DataFrame([row] * 2)):
+        with pytest.raises(ValueError, match="needs one traced row of a sweep"):
+            launch_model.predict(whole, CONSTANTS)

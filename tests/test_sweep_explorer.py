@@ -107,7 +107,7 @@ def test_charts_are_labelled_drawn_once_and_follow_the_view():
     assert model.chart() is model.chart() and LABEL in str(model.chart())
     assert "Overhead first falls under 10% at batch" in model.chart().text
     model.view = "timeline"
-    assert model.summary.endswith("The timeline is the profiler's, which slows every launch.")
+    assert model.summary.endswith("The timeline is the profiler's, which slows every launch, also the graph's one.")
     assert "48 kernels, 1 launch" in model.chart().text
     model.view = "roofline"
     assert "set by what the step must" in model.chart().text
@@ -308,7 +308,7 @@ def test_buttons_measure_and_stop():
 def test_explore_shows_widgets_then_a_picture_and_what_is_at_hand(monkeypatch):
     shown = []
     monkeypatch.setattr(sweep_view, "display", lambda thing, *rest, **options: shown.append(thing))
-    sweep_view.explore(sources())
+    sweep_view.explore(sources=sources())
     assert "application/vnd.jupyter.widget-view+json" in shown[0] and "kernels" in shown[0]["text/plain"]
     assert "without widgets" in shown[1].data and shown[2].png and LABEL in str(shown[2])
 
@@ -334,8 +334,11 @@ def test_what_if_follows_its_sliders():
     for bare in (sweep_row("mlp", 6, 1024, 1, "float16", 1, traced=False), {"batch": 1, "skipped": "out of memory"}):
         with pytest.raises(ValueError, match="needs a sweep with traces"):
             whatif_model.WhatIfModel(table([bare]), CONSTANTS)
-    unknown = whatif_model.WhatIfModel(TRACED, CONSTANTS, curve="no such curve", batch=3)
-    assert unknown.curve == next(iter(unknown.curves)) and unknown.batch in (2, 4)
+    for wish, message in (({"curve": "no such curve"}, "no traced curve is called 'no such curve'; there are: GPT-2"), ({"cpu": 100}, "cpu is one of 0.5")):
+        with pytest.raises(ValueError, match=message):
+            whatif_model.WhatIfModel(TRACED, CONSTANTS, **wish)
+    nearest = whatif_model.WhatIfModel(TRACED, CONSTANTS, batch=3)
+    assert nearest.curve == next(iter(nearest.curves)) and nearest.batch in (2, 4)
 
 
 def test_what_if_has_labelled_sliders_and_bars(monkeypatch):
@@ -463,10 +466,33 @@ def test_what_cannot_be_drawn_is_said_instead_of_a_chart():
     assert "<img" in found["labkit-chart"].value
 
 
-def test_an_unknown_gpu_or_view_at_the_start_becomes_the_first():
-    model = SweepModel(sources(), gpu="no such GPU", view="no such view")
-    assert (model.gpu, model.view) == ("Made-up A", "speedup")
-    sweep_view.view(model)
+@pytest.mark.parametrize("wish, message", [
+    ({"gpu": "no such GPU"}, "gpu is one of Made-up A, Made-up B, not 'no such GPU'"), ({"view": "time"}, "view is one of roofline, speedup, time"),
+    ({"model": "bert"}, "model is one of gpt2, llama, mlp, transformer, not 'bert'"), ({"precision": "fp16"}, "precision is one of bfloat16,"),
+    ({"lenght": 128}, "the explorer has no 'lenght' to set; it has: model, layers"), ({"layers": "24"}, "layers is a whole number, not '24'")])
+def test_a_wish_that_cannot_be_is_refused_with_what_can(wish, message):
+    with pytest.raises(ValueError, match=message):
+        SweepModel(sources(), **wish)
+
+
+def test_a_number_that_was_not_recorded_moves_at_the_start_too_and_it_is_said():
+    model = SweepModel(sources(), model="gpt2", layers=13, width=768)
+    assert model.layers == 12 and model.note == "Not recorded here: layers 13. Moved to layers 12."
+    assert SweepModel(sources()).note == ""
+
+
+def test_a_batch_outside_of_the_range_is_not_called_unrecorded():
+    model = SweepModel(sources(), batch=1)
+    model.lowest = 8
+    assert model.batch == 8 and model.note == "Batch 1 is outside of the range: moved to 8."
+
+
+def test_the_roofline_says_how_far_the_chosen_batch_is_from_its_floor():
+    model = SweepModel(sources(), view="roofline", batch=4)
+    row, floors = model._row(), charts.floors_of(model.table[model.table["batch"] == 4], model.source.ceilings).iloc[0]
+    assert f" The floor is {charts.time(max(floors))}: eager takes {row['eager_wall_us'] / max(floors):.3g} times that" in model.summary
+    model.view = "speedup"
+    assert "floor" not in model.summary
 
 
 @pytest.fixture

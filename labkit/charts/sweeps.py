@@ -14,6 +14,7 @@ TRACE = ("launch_at_us", "launch_us", "start_us", "gpu_us")
 MODELS = {"mlp": "MLP", "transformer": "Transformer encoder", "gpt2": "GPT-2 decode step", "llama": "Llama-style decode step"}
 LENGTHS = {"transformer": ", {:,} tokens", "gpt2": ", context {:,}", "llama": ", context {:,}"}
 HOWS = {"eager": "■ eager", "graph": "● graph"}
+CURVE = ("model", "layers", "width", "length", "precision")
 MARGINS = (0.84, 0.98, 0.66, 0.62, 0.30)  # inches
 
 
@@ -29,6 +30,7 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI):
 
     batches: what the axis shows, also where some of them are not measured yet.
     """
+    _one_curve(table)
     done, left_out = measured(table)
     columns = ("eager_wall_us", "graph_wall_us", "speedup")
     require(done, "batch", *columns)
@@ -52,6 +54,7 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI):
 
 def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
     """Draw time per step of one curve against batch, over the time that its bytes and its FLOPs take at the ceilings."""
+    _one_curve(table)
     done, left_out = measured(table)
     require(done, "batch", "eager_wall_us", "graph_wall_us", "bytes", "flops")
     done.attrs = {}
@@ -78,6 +81,13 @@ def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
             f"{done['eager_wall_us'].iloc[i] / highest.iloc[i]:.3g} times." for i in sorted({0, len(done) - 1})]
     said += _mark_left_out(axes, left_out)
     return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, axes)).marked(at)
+
+
+def _one_curve(table):
+    """Raise ValueError for rows of several curves: one line through them would be a zigzag."""
+    curves = [curve_name(row) for _, row in table.drop_duplicates([n for n in CURVE if n in table]).iterrows()] if "model" in table else []
+    if len(curves) > 1:
+        raise ValueError(f"this chart shows one curve, and the table has {len(curves)}: {'; '.join(curves)}")
 
 
 def predictions(table, title=None):
@@ -155,7 +165,7 @@ def _line(axes, done, column, colour, marker, predicted=None):
     if predicted not in done or done[predicted].isna().all():
         return False
     axes.plot(batches, done[predicted].to_numpy(), color=INK, linestyle=(0, (4, 3)), linewidth=1.1, marker=marker, markersize=8.5,
-              markerfacecolor="none", markeredgewidth=1.1, zorder=4)
+              markerfacecolor="none", markeredgewidth=1.1, zorder=2)
     return True
 
 
@@ -187,16 +197,25 @@ def _first_last(done, column, words):
     return f"{words}: " + ", ".join(f"{say(row[column], column)} at batch {row['batch']:,}" for row in ends) + "."
 
 
+def say_overhead(done):
+    """Say at which of the batches shown overhead first falls under 10 %."""
+    batch, first = first_low_overhead(done), int(done["batch"].min())
+    if batch is None:
+        return f"Overhead stays above 10% up to batch {int(done['batch'].max()):,}."
+    return f"Overhead is under 10% from batch {batch:,} on, the first shown." if batch == first > 1 else (
+        f"Overhead first falls under 10% at batch {batch:,}.")
+
+
 def _mark_low_overhead(top, below, done):
     batch = first_low_overhead(done)
-    if batch is None:
-        return "Overhead stays above 10%."
+    if batch is None or batch == done["batch"].min() > 1:
+        return say_overhead(done)
     for axes in (top, below):
         axes.axvline(batch, color=INK, linewidth=1.3, linestyle=":")
     right = below.transData.transform((batch, 1))[0] < below.transAxes.transform((0.6, 0))[0]
     below.annotate(f"overhead under 10 % at {batch:,}", (batch, 1), (6 if right else -6, 3), fontsize=9, color=INK,
                    xycoords=("data", "axes fraction"), textcoords="offset points", ha="left" if right else "right")
-    return f"Overhead first falls under 10% at batch {batch:,}."
+    return say_overhead(done)
 
 
 def _mark_left_out(axes, left_out):

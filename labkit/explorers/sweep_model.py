@@ -114,12 +114,13 @@ class SweepModel(HasTraits):
     def __init__(self, sources, **wishes):
         if not sources:
             raise ValueError("the explorer needs a recorded sweep or a GPU: there is neither here")
+        _refuse(wishes, {"gpu": sources, "model": {key[0] for source in sources.values() for key in source.curves},
+                         "precision": PRECISIONS, "view": VIEWS})
         self.sources, self._points, self._moving, self._progress, self._drawn = sources, None, True, "", {}
         start = {"gpu": next(iter(sources)), "model": "gpt2", "layers": 12, "width": 768, "length": 128, "precision": "float16"}
         super().__init__(**start | wishes)
-        self.gpu, self.view = (self.gpu if self.gpu in sources else start["gpu"]), (self.view if self.view in VIEWS else VIEWS[0])
-        self._snap("model")
-        self._moving = False
+        moved = self._snap("model")
+        self.note, self._moving = moved if wishes.keys() & {*CURVE, "batch", "lowest", "highest"} else "", False
         self._show(self._resting())
 
     @property
@@ -174,11 +175,16 @@ class SweepModel(HasTraits):
         for n, value in zip(CURVE, min(self.source.curves, key=far)):
             setattr(self, n, value)
         self.lowest, self.highest = sorted((_nearest(self.lowest, self._batches()), _nearest(self.highest, self._batches())))
+        outside = self.batch in self._batches() and not self.lowest <= self.batch <= self.highest
         self.batch = _nearest(self.batch, self.options("batch"))
+        if outside:
+            words, wish["batch"] = f"Batch {wish['batch']:,} is outside of the range: moved to {self.batch:,}.", self.batch
         moved = [n for n in wish if wish[n] != getattr(self, n) and not (n == "length" and 1 in (wish[n], self.length))]
         asked, now = (", ".join(f"{n} {values[n]:,}" if isinstance(values[n], int) else f"{n} {values[n]}" for n in moved)
                       for values in (wish, {n: getattr(self, n) for n in moved}))
-        return f"Not {'offered' if self.source.live else 'recorded'} here: {asked}. Moved to {now}." if moved else ""
+        if moved:
+            words = f"Not {'offered' if self.source.live else 'recorded'} here: {asked}. Moved to {now}."
+        return words if moved or outside else ""
 
     def _resting(self):
         """Say what stands there while no sweep runs."""
@@ -208,13 +214,23 @@ class SweepModel(HasTraits):
         if row["skipped"]:
             return f"{here}: left out ({row['skipped']})."
         done = charts.measured(self.table)[0]
-        predicted, low = row.get("predicted_speedup"), charts.first_low_overhead(done)
+        predicted = row.get("predicted_speedup")
         return (f"{here}: one step launches {int(row['kernels']):,} kernels. Eager, it takes {charts.time(row['eager_wall_us'])}, "
                 f"as a graph {charts.time(row['graph_wall_us'])}: {row['speedup']:.2f} times as fast "
                 f"({row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
                 + (f"; predicted {predicted:.2f}" if pd.notna(predicted) else "") + "). "
-                + (f"Overhead first falls under 10% at batch {low:,}." if low else "Overhead stays above 10%.")
-                + " The timeline is the profiler's, which slows every launch." * (self.view == "timeline"))
+                + charts.say_overhead(done) + self._say_floor(row) * (self.view == "roofline")
+                + " The timeline is the profiler's, which slows every launch, also the graph's one." * (self.view == "timeline"))
+
+    def _say_floor(self, row):
+        if self.source.ceilings is None:
+            return ""
+        try:
+            floors = charts.floors_of(self.table[self.table["batch"] == self.batch], self.source.ceilings).iloc[0]
+        except (ValueError, KeyError):  # the chart says what is missing
+            return ""
+        times = row[["eager_wall_us", "graph_wall_us"]] / floors.max()
+        return f" The floor is {charts.time(floors.max())}: eager takes {times.iloc[0]:.3g} times that, the graph {times.iloc[1]:.3g} times."
 
     def chart(self):
         """Draw what is chosen: a Chart, or a sentence where there is nothing to draw. What is at rest is drawn once only."""
@@ -294,6 +310,18 @@ class SweepModel(HasTraits):
         except Exception as error:
             said += f" Then an error: {_first_line(error)}"
         return said
+
+
+def _refuse(wishes, known):
+    """Raise ValueError for a wish that no control has, or that none offers; numbers move to the nearest instead."""
+    names = (*CURVE, "batch", "lowest", "highest", "view", "gpu")
+    for name, value in wishes.items():
+        if name not in names:
+            raise ValueError(f"the explorer has no {name!r} to set; it has: {', '.join(names)}")
+        if name in known and value not in known[name]:
+            raise ValueError(f"{name} is one of {', '.join(sorted(known[name]))}, not {value!r}")
+        if name not in known and not isinstance(value, int):
+            raise ValueError(f"{name} is a whole number, not {value!r}")
 
 
 def _first_line(error):

@@ -24,7 +24,7 @@ NAMES = """new MutationObserver(() => document.querySelectorAll(".widget-slider"
     }))).observe(document.body, {childList: true, subtree: true, characterData: true})"""
 
 
-def explore(sources=None, still=True, **wishes):
+def explore(*, sources=None, still=True, **wishes):
     """Show the explorer over what is recorded, and what can be measured here; below it (still) a picture and the summary."""
     model = SweepModel(sources or at_hand(), **wishes)
     bundle = view(model)._repr_mimebundle_()

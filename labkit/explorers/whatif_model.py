@@ -26,8 +26,12 @@ class WhatIfModel(HasTraits):
         self.constants, self.provenance = constants, table.attrs["provenance"]
         self.curves = {charts.curve_name(dict(zip(CURVE, key))): part.set_index("batch", drop=False)
                        for key, part in traced.groupby(list(CURVE), sort=False)}
-        curve = wishes.get("curve")
-        wishes["curve"] = curve = curve if curve in self.curves else next(iter(self.curves))
+        curve = wishes.setdefault("curve", next(iter(self.curves)))
+        if curve not in self.curves:
+            raise ValueError(f"no traced curve is called {curve!r}; there are: {'; '.join(self.curves)}")
+        for name, value in wishes.items():
+            if value not in FACTORS.get(name, [value]):
+                raise ValueError(f"{name} is one of {', '.join(map(str, FACTORS[name]))}, not {value!r}")
         super().__init__(**{"batch": int(self.curves[curve].index[0])} | wishes)
         self._predict()
 
