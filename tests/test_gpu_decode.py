@@ -47,6 +47,13 @@ def test_low_precision_is_captured_too(dtype):
         assert decoder.generate(prompts(4, 6), 20, eos_token_id=()).shape == (4, 20)
 
 
+def test_a_compiled_step_is_captured_and_gives_the_tokens_of_generate():
+    model, ids, mask = architectures.tiny_model("llama", "cuda"), prompts(3, 6), padded(3, 6)
+    compiled, plain = (decode.GraphedDecoder(model, 32, 3, compiled=given) for given in (True, False))
+    assert torch.equal(compiled.generate(ids, 20, attention_mask=mask, eos_token_id=()), generated(model, ids, 20, mask))
+    assert len(compiled.graphs["greedy"].nodes) < len(plain.graphs["greedy"].nodes)
+
+
 def test_a_loop_is_only_replays(decoder, monkeypatch):
     decoder.generate(prompts(2, 5), 2)
     monkeypatch.setattr(type(decoder.step), "__call__", lambda *_: pytest.fail("the step ran outside its graph"))
