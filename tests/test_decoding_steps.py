@@ -45,10 +45,12 @@ def gpu(monkeypatch):
     monkeypatch.setattr(graphs, "GraphedCallable", Eager)
     monkeypatch.setattr(models, "require_room", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (800, 800))
     monkeypatch.setattr(torch, "ones", lambda *shape, device=None, _ones=torch.ones, **options: _ones(
-        *(min(n, 64) if isinstance(n, int) else n for n in shape), device=None if device == "cuda" else device, **options))
+        *shape, device=None if device == "cuda" else device, **options))
     monkeypatch.setattr(models, "language_model", lambda kind, layers, width, dtype: architectures.tiny_model(
         kind, max_position_embeddings=2048))
+    monkeypatch.setattr(decoding_steps, "_no_autocast", lambda: torch.autocast("cpu", enabled=False, cache_enabled=False))
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     monkeypatch.setattr(trace, "record_each", lambda calls, **_: {
         name: types.SimpleNamespace(kernels=[types.SimpleNamespace(gpu_us=2.0)] * (call() is not None)) for name, call in calls.items()})
@@ -72,10 +74,55 @@ def test_the_ladder_has_every_rung_and_its_share_of_the_floor(gpu):
     assert "NaN" not in json.dumps(rows)
 
 
+def test_what_does_not_fit_or_compile_is_left_out_and_the_rest_is_kept(gpu, monkeypatch, capsys):
+    from labkit import decode
+    step = decode.decode_step
+
+    def decode_step(model, batch, context):
+        if batch == 32:
+            raise models.TooLarge("a cache needs 9 GiB. Choose less.")
+        return step(model, batch, context)
+
+    def broken(*_, **__):
+        raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(decode, "decode_step", decode_step)
+    monkeypatch.setattr(torch, "compile", lambda call, **_: broken)
+    rows = registry.EXPERIMENTS["ladder_gpt2"].measure()
+    assert {(row["batch"], row["context"]) for row in rows} == {(1, 128), (1, 200)}
+    assert [row["kernels_us"] for row in rows if row["rung"] == "captured"] == [2.0, 2.0] and len(rows) == 6
+    out = capsys.readouterr().out
+    assert "Left out: batch 32, context 128: a cache needs 9 GiB\n" in out and "Left out: compiled: no compiler\n" in out
+
+
+def test_a_compiled_step_can_be_watched_and_is_compiled_once(monkeypatch):
+    from torch._dynamo.utils import counters
+
+    from labkit import decode
+    from labkit.watch import Watched
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend="eager", dynamic=False))
+    step = decode.DecodeStep(architectures.tiny_model("llama"), batch=2, context=9)
+    ids, call = torch.ones(2, 1, dtype=torch.long), decoding_steps._compiled(step)
+    torch.compiler.reset(), counters.clear()
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False, cache_enabled=False):
+        assert torch.equal(call(ids), step(ids))
+        torch.set_autocast_cache_enabled(False)  # as in a capture
+        assert torch.equal(call(ids), step(ids)) and counters["stats"]["unique_graphs"] == 1
+        Watched(call, []).check()
+
+
 def test_a_pass_over_many_tokens_is_compared_with_its_graph(gpu):
     rows = decoding_steps.prefill_cost.measure()
-    assert [(row["model"], row["tokens"]) for row in rows[:3]] == [("GPT-2", 1), ("GPT-2", 4), ("GPT-2", 16)] and len(rows) == 12
-    assert gpu == [["eager", "graph"]] * 12 and rows[0]["kernels"] == 3
+    assert [(row["model"], row["tokens"]) for row in rows] == [(name, n) for name in ("GPT-2", "Llama 8B") for n in (1, 4, 16, 64, 256, 1024)]
+    assert gpu == [["eager", "graph"]] * 12 and rows[0]["kernels"] == 3  # no pass is longer than the model's positions
+
+
+def test_the_mask_of_a_pass_changes_nothing(gpu):
+    model = architectures.tiny_model("llama")
+    ids = torch.arange(3, 12)[None]
+    with torch.inference_mode():
+        assert torch.allclose(decoding_steps._pass_of(model, 9)(ids), model(ids).logits[:, -1], atol=1e-5)
 
 
 def test_ways_to_write_are_held_against_generate_and_what_fails_is_left_out(gpu, monkeypatch, capsys):
@@ -83,7 +130,7 @@ def test_ways_to_write_are_held_against_generate_and_what_fails_is_left_out(gpu,
         def generate(ids, n):
             if compiled:
                 raise RuntimeError("no compiler here\nand more")
-            return model.generate(ids, do_sample=False, max_new_tokens=n)[:, ids.shape[1]:]
+            return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n)[:, ids.shape[1]:]
         return types.SimpleNamespace(generate=generate)
 
     from labkit import decode
@@ -105,7 +152,7 @@ def test_a_text_is_streamed_both_ways_with_the_time_of_each_token(gpu, monkeypat
     tokenizer = types.SimpleNamespace(
         apply_chat_template=lambda messages, **_: {"input_ids": torch.arange(3, 9)[None]},
         decode=lambda tokens, **_: "".join(chr(60 + token % 60) for token in tokens))
-    monkeypatch.setattr(models, "pretrained", lambda: (architectures.tiny_model("llama", max_position_embeddings=2048), tokenizer))
+    monkeypatch.setattr(models, "pretrained", lambda dtype: (architectures.tiny_model("llama", max_position_embeddings=2048), tokenizer))
     rows = decoding_steps.streamed_text.measure()
     texts = {how: [row["token"] for row in rows if row["how"] == how] for how in ("eager", "graph")}
     assert texts["eager"] == texts["graph"] and 1 <= len(texts["eager"]) <= 96
@@ -130,14 +177,15 @@ def test_an_architecture_that_is_refused_or_crashes_says_why_in_its_row(gpu, mon
     assert row["decodes"] is False and "is not decoded" in row["why_not"] and "SIGSEGV" in row["cause"] and row["captures"] is None
 
 
-def test_the_table_has_each_architecture_once_and_the_speed_of_those_that_decode(gpu, monkeypatch):
+def test_the_table_has_each_architecture_once_and_speeds_those_that_decode(gpu, monkeypatch, capsys):
     monkeypatch.setattr(architectures, "known_architectures", lambda: ["gpt2", "reformer"])
-    monkeypatch.setattr(decoding_steps, "in_child", lambda fn, params, timeout_s: (
-        fn(**params) if fn is decoding_steps._speeds else fn(**params, device="cpu")))
+    monkeypatch.setattr(decoding_steps, "in_child", lambda fn, params=None, timeout_s=0: (
+        fn(**params, device="cpu") if params else fn()))
     monkeypatch.setattr(architectures, "tiny_model", lambda name, device="cpu", *_, make=architectures.tiny_model, **o: make(name, **o))
-    rows = decoding_steps.architecture_table.measure()
-    assert [row["architecture"] for row in rows] == ["gpt2", "reformer"]
-    assert rows[0]["speedup"] == pytest.approx(0.5, rel=0.1) and "speedup" not in rows[1]
+    assert [row["architecture"] for row in decoding_steps.architecture_table.measure()] == ["gpt2", "reformer"]
+    speeds = decoding_steps.architecture_speeds.measure()
+    assert [row["architecture"] for row in speeds] == ["gpt2"] and speeds[0]["speedup"] == pytest.approx(0.5, rel=0.1)
+    assert "Left out: reformer: " in capsys.readouterr().out
 
 
 def test_the_whole_ladder_is_one_table_with_its_label(monkeypatch):

@@ -12,7 +12,7 @@ QUESTION = "Explain in three short sentences why the sky is blue."
 
 @experiment
 def prefill_cost():
-    """Run 1 to 1,024 tokens of one text through a model in one pass, eager and as a graph: what it costs CPU and GPU."""
+    """Run 1 to 4,096 tokens of one text through a model in one pass, eager and as a graph: what it costs CPU and GPU."""
     import torch
 
     from labkit import timing
@@ -20,8 +20,10 @@ def prefill_cost():
     rows = []
     for name in ("GPT-2", "Llama 8B"):
         model = _language(name)
-        for tokens in (1, 4, 16, 64, 256, 1024):
-            pair, graph = as_pair(_pass_of(model), _ids(model, 1, tokens))
+        for tokens in (1, 4, 16, 64, 256, 1024, 4096):
+            if tokens > model.config.max_position_embeddings:
+                break
+            pair, graph = as_pair(_pass_of(model, tokens), _ids(model, 1, tokens))
             with torch.inference_mode():
                 both = timing.compare(pair, budget_s=2)
             eager, graphed = both["eager"], both["graph"]
@@ -50,9 +52,12 @@ def _ids(model, batch, tokens):
     return torch.randint(model.config.vocab_size, (batch, tokens), device=model.device)
 
 
-def _pass_of(model):
-    """Return what maps ids, (batch, tokens), to the logits of the last one, as a prefill needs them."""
-    return lambda ids: model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+def _pass_of(model, tokens):
+    """Return what maps ids, (1, tokens), to the logits of the last one; with a mask of its own, so that a graph runs the same."""
+    import torch
+
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=model.device).tril()[None, None]
+    return lambda ids: model(input_ids=ids, attention_mask=causal, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 
 def decode_ladder():
@@ -87,14 +92,30 @@ def _ladder(name):
     import torch
     from tqdm import tqdm
 
-    model, big, rows = _language(name), torch.ones(2**31, device="cuda", dtype=torch.float16), []
+    from labkit import models
+
+    model, rows = _language(name), []
+    big = torch.ones(min(2**31, torch.cuda.mem_get_info()[0] // 8), device="cuda", dtype=torch.float16)
     points = [(batch, context) for context in SPAN[name] for batch in LADDER_BATCHES]
-    for batch, context in tqdm(points, desc=name, unit="point", leave=False):
-        rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, batch, context, big)]
+    with _no_autocast():
+        for batch, context in tqdm(points, desc=name, unit="point", leave=False):
+            try:
+                rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, batch, context, big)]
+            except (models.TooLarge, torch.OutOfMemoryError) as error:
+                print(f"Left out: batch {batch}, context {context:,}: {str(error).partition('. ')[0]}")
     del model, big
     torch.cuda.empty_cache()
-    worked = iter(in_child(_ladder_kernels, {"name": name, "points": points}, 900))
-    return [row | {"kernels_us": next(worked) if row["rung"] in (RUNGS[2], RUNGS[4]) else None} for row in rows]
+    done = [point for point in points if any((row["batch"], row["context"]) == point for row in rows)]
+    worked = in_child(_ladder_kernels, {"name": name, "points": done}, 500)
+    us = {(*point, rung): took for point, each in zip(done, worked, strict=True) for rung, took in each.items()}
+    return [row | {"kernels_us": us.get((row["batch"], row["context"], row["rung"]))} for row in rows]
+
+
+def _no_autocast():
+    """Return a context in which what is compiled outside of a capture need not be compiled again inside of it."""
+    import torch
+
+    return torch.autocast("cuda", enabled=False, cache_enabled=False)
 
 
 def _rungs(model, batch, context, big):
@@ -135,26 +156,47 @@ def _captured_rungs(model, batch, context):
     made, calls = {RUNGS[2]: graphs.GraphedCallable(step, ids)}, {}
     if (batch, context) in COMPILED_AT:
         torch.compiler.reset()
-        calls[RUNGS[3]] = torch.compile(step, mode="max-autotune-no-cudagraphs", dynamic=False)
-        with torch.inference_mode():
-            calls[RUNGS[3]](ids)
-        made[RUNGS[4]] = graphs.GraphedCallable(calls[RUNGS[3]], ids)
+        compiled = _compiled(step)
+        try:
+            with torch.inference_mode():
+                compiled(ids)
+            calls[RUNGS[3]], made[RUNGS[4]] = compiled, graphs.GraphedCallable(compiled, ids)
+        except Exception as error:  # whatever a compiler may raise
+            print(f"Left out: {RUNGS[3]}: {str(error).partition(chr(10))[0]}")
     return step, {**made, **calls}, made
 
 
+def _compiled(step):
+    """Return a decode step with kernels by torch.compile; rewound outside of it, else each layer gets kernels of its own."""
+    import torch
+
+    def one_token(ids):
+        result = step.model(input_ids=ids, position_ids=step.position, use_cache=True, **{step.keyword: step.cache})
+        return result.logits[:, -1].argmax(-1, keepdim=True)
+
+    run = torch.compile(one_token, mode="max-autotune-no-cudagraphs", dynamic=False)
+
+    def compiled_step(ids):
+        step.lengths.fill_(step.context - 1)
+        return run(ids)
+
+    return compiled_step
+
+
 def _ladder_kernels(name, points):
-    """Return how long the kernels of each captured rung work together (µs), by a profile, in the order of the ladder's rows."""
+    """Return how long the kernels of each captured rung work together, by a profile: {rung: µs} for each point."""
     import torch
 
     from labkit import trace
 
     model, found = _language(name), []
     for batch, context in points:
-        _, _, made = _captured_rungs(model, batch, context)
+        with _no_autocast():
+            _, _, made = _captured_rungs(model, batch, context)
         ids = _ids(model, batch, 1)
         with torch.inference_mode():
             traced = trace.record_each({rung: (lambda graph=graph: graph(ids)) for rung, graph in made.items()}, calls_before=2)
-        found += [sum(kernel.gpu_us for kernel in traced[rung].kernels) for rung in made]
+        found.append({rung: sum(kernel.gpu_us for kernel in traced[rung].kernels) for rung in made})
         del made
     return found
 
@@ -173,12 +215,20 @@ def _writing(name):
 
     model = _language(name)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    ids, plain = _ids(model, 1, PROMPT), {"do_sample": False, "max_new_tokens": WRITTEN}
-    decoders = {how: decode.GraphedDecoder(model, PROMPT + WRITTEN, compiled=compiled)
-                for how, compiled in (("GraphedDecoder", False), ("GraphedDecoder, compiled", True))}
+    ids = _ids(model, 1, PROMPT)
+    plain = {"do_sample": False, "max_new_tokens": WRITTEN, "attention_mask": torch.ones_like(ids)}
+
+    def writer(compiled):
+        made = []
+
+        def write():
+            made or made.append(decode.GraphedDecoder(model, PROMPT + WRITTEN, compiled=compiled))
+            return made[0].generate(ids, WRITTEN)
+        return write
+
     calls = {"generate()": lambda: model.generate(ids, **plain)[:, PROMPT:],
              "generate(), static cache": lambda: model.generate(ids, cache_implementation="static", **plain)[:, PROMPT:],
-             **{how: (lambda decoder=decoder: decoder.generate(ids, WRITTEN)) for how, decoder in decoders.items()}}
+             "GraphedDecoder": writer(False), "GraphedDecoder, compiled": writer(True)}
     written = {}
     with torch.inference_mode():
         for how in list(calls):
@@ -226,7 +276,7 @@ def streamed_text():
 
     from labkit import decode, models, timing
 
-    model, tokenizer = models.pretrained()
+    model, tokenizer = models.pretrained(dtype=torch.float32)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt",
                                         return_dict=True)["input_ids"].to(model.device)
     decoder, rows = decode.GraphedDecoder(model, ids.shape[1] + 96), []
@@ -280,9 +330,7 @@ def architecture_table():
     with ThreadPoolExecutor(12) as threads:
         rows = list(tqdm(threads.map(_tried, names), total=len(names), desc="trying", unit="architecture", leave=False))
     isolate.keep_one()
-    ways = {row["architecture"]: (row["masks"], row["experts"]) for row in rows if row["decodes"]}
-    speeds = in_child(_speeds, {"ways": ways}, 1200)
-    return [row | speeds.get(row["architecture"], {}) for row in rows]
+    return rows
 
 
 def _tried(name):
@@ -337,9 +385,9 @@ def _by_hand(name, device="cuda", new=16):
     model, found = architectures.tiny_model(name, device), {}
     ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(1)).to(device)
     with torch.inference_mode():
-        _, wanted = decode._generated(model, ids, torch.ones_like(ids, dtype=torch.bool), new)
-        step = _HandStep(model, 48)
         try:
+            _, wanted = decode._generated(model, ids, torch.ones_like(ids, dtype=torch.bool), new)
+            step = _HandStep(model, 48)
             found["static_equals"] = bool(torch.equal(step.write(ids, new, step), wanted))
             if device == "cuda":
                 graph = graphs.GraphedCallable(step, clone=False)
@@ -370,23 +418,32 @@ def _by_decoder(name, device="cuda", new=16):
             "nodes": len(decoder.graphs["greedy"].nodes) if decoder.captured else None}
 
 
-def _speeds(ways):
-    """Time the decoder's step of each tiny architecture at batch 1, eager and as a graph; ways: {architecture: (masks, experts)}."""
+@experiment
+def architecture_speeds():
+    """Time the decoder's step of each tiny architecture at batch 1, eager and as a graph."""
+    return in_child(_speeds, timeout_s=560)
+
+
+def _speeds():
     import torch
 
     from labkit import architectures, decode, graphs, timing
 
-    found = {}
-    for name, (masks, experts) in ways.items():
-        decoder = decode.GraphedDecoder(architectures.tiny_model(name, "cuda"), 48, 1, prove=False, masks=masks, experts=experts)
+    rows = []
+    for name in architectures.known_architectures():
+        try:
+            step = decode.GraphedDecoder(architectures.tiny_model(name, "cuda"), 48).step
 
-        def held(step=decoder.step):
-            step.hold(8)
-            return step("greedy")
+            def held(step=step):
+                step.hold(8)
+                return step("greedy")
 
-        with torch.inference_mode():
-            graph = graphs.GraphedCallable(held, clone=False)
-            both = timing.compare({"eager": held, "graph": graph.replay}, budget_s=0.4)
-        found[name] = {**cells("speedup", both.ratio("eager", "graph")), "eager_wall_us": both["eager"].wall_us.median,
-                       "graph_wall_us": both["graph"].wall_us.median}
-    return found
+            with torch.inference_mode():
+                graph = graphs.GraphedCallable(held, clone=False)
+                both = timing.compare({"eager": held, "graph": graph.replay}, budget_s=0.2)
+        except Exception as error:  # refused, or whatever a model's own code may raise: its row in architecture_table says why
+            print(f"Left out: {name}: {str(error).partition(chr(10))[0]}")
+            continue
+        rows.append({"architecture": name, **cells("speedup", both.ratio("eager", "graph")), "eager_wall_us": both["eager"].wall_us.median,
+                     "graph_wall_us": both["graph"].wall_us.median, "samples": walls(both)})
+    return rows
