@@ -104,7 +104,7 @@ class GraphedDecoder:
 
     model: a causal LM in eval mode, on one device. max_length: places in the cache, for a prompt and all new tokens but the
     last. batch: sequences. prove: show first that logits and tokens equal generate()'s, across the edge of a sliding window
-    too (which costs a few short generations). compiled: let torch.compile write kernels for the step, which takes a minute or
+    too (which costs a few short generations); where two tokens tie within what the logits differ by, either may come. compiled: let torch.compile write kernels for the step, which takes a minute or
     more and is worth it for long texts. masks: "static" or "own", experts: see decoding.StaticStep; left out, what works is
     found out. A sliding window is kept whole, as the mask leaves the rest out: its cache takes max_length places.
 

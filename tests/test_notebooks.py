@@ -77,8 +77,10 @@ def test_a_solution_runs_and_every_check_is_correct(path, run):
 
 @solutions
 def test_every_recorded_cell_shows_its_recording(path, run):
-    unlabelled = [cell for cell in code(run(path)) if "not measured here" not in text_of(cell.outputs)]
-    assert len(unlabelled) < len(code(run(path))) and not [cell.id for cell in unlabelled if recordings.is_recorded(cell.source)]
+    labelled = [cell.id for cell in code(run(path)) if "not measured here" in text_of(cell.outputs)]
+    recorded = [cell.id for cell in code(run(path)) if recordings.is_recorded(cell.source)]
+    assert labelled and not {*recorded} - {*labelled}
+    assert recorded or path.stem == "40_explore_batch_size"  # all its numbers come from tables
 
 
 @learners

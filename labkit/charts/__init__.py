@@ -2,8 +2,9 @@
 
 from labkit.charts.canvas import BLUE, DPI, ORANGE, PIXELS, Chart, time
 from labkit.charts.drawing import bars, compare, durations, graph_drawing, lines, outcomes, timeline
-from labkit.charts.sweeps import MODELS, curve_name, first_low_overhead, floors_of, measured, predictions, roofline, say_overhead, step_of, sweep
+from labkit.charts.sweeps import (MODELS, curve_name, first_low_overhead, floors_of, measured, predictions, roofline,
+                                  say_overhead, step_of, sweep)
 
 __all__ = ["BLUE", "DPI", "MODELS", "ORANGE", "PIXELS", "Chart", "bars", "compare", "curve_name", "durations",
-           "first_low_overhead", "floors_of", "graph_drawing", "lines", "measured", "outcomes", "predictions", "roofline", "say_overhead", "step_of",
-           "sweep", "time", "timeline"]
+           "first_low_overhead", "floors_of", "graph_drawing", "lines", "measured", "outcomes", "predictions", "roofline",
+           "say_overhead", "step_of", "sweep", "time", "timeline"]

@@ -9,12 +9,12 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from labkit.charts.canvas import (DPI, FIXED, GREEN, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require,
                                   rescale, say, scale, time)
+from labkit.experiments.sweeps import INPUTS
 
 TRACE = ("launch_at_us", "launch_us", "start_us", "gpu_us")
 MODELS = {"mlp": "MLP", "transformer": "Transformer encoder", "gpt2": "GPT-2 decode step", "llama": "Llama-style decode step"}
 LENGTHS = {"transformer": ", {:,} tokens", "gpt2": ", context {:,}", "llama": ", context {:,}"}
 HOWS = {"eager": "■ eager", "graph": "● graph"}
-CURVE = ("model", "layers", "width", "length", "precision")
 MARGINS = (0.84, 0.98, 0.66, 0.62, 0.30)  # inches
 
 
@@ -85,9 +85,10 @@ def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
 
 def _one_curve(table):
     """Raise ValueError for rows of several curves: one line through them would be a zigzag."""
-    curves = [curve_name(row) for _, row in table.drop_duplicates([n for n in CURVE if n in table]).iterrows()] if "model" in table else []
-    if len(curves) > 1:
-        raise ValueError(f"this chart shows one curve, and the table has {len(curves)}: {'; '.join(curves)}")
+    named = [name for name in INPUTS if name in table]
+    if named and len(curves := table.drop_duplicates(named)) > 1:
+        names = "; ".join(curve_name(row) for _, row in curves.iterrows())
+        raise ValueError(f"this chart shows one curve, and the table has {len(curves)}: {names}")
 
 
 def predictions(table, title=None):

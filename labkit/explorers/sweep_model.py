@@ -177,14 +177,16 @@ class SweepModel(HasTraits):
         self.lowest, self.highest = sorted((_nearest(self.lowest, self._batches()), _nearest(self.highest, self._batches())))
         outside = self.batch in self._batches() and not self.lowest <= self.batch <= self.highest
         self.batch = _nearest(self.batch, self.options("batch"))
+        said = []
         if outside:
-            words, wish["batch"] = f"Batch {wish['batch']:,} is outside of the range: moved to {self.batch:,}.", self.batch
+            said.append(f"Batch {wish['batch']:,} is outside of the range: moved to {self.batch:,}.")
+            wish["batch"] = self.batch
         moved = [n for n in wish if wish[n] != getattr(self, n) and not (n == "length" and 1 in (wish[n], self.length))]
         asked, now = (", ".join(f"{n} {values[n]:,}" if isinstance(values[n], int) else f"{n} {values[n]}" for n in moved)
                       for values in (wish, {n: getattr(self, n) for n in moved}))
         if moved:
-            words = f"Not {'offered' if self.source.live else 'recorded'} here: {asked}. Moved to {now}."
-        return words if moved or outside else ""
+            said.append(f"Not {'offered' if self.source.live else 'recorded'} here: {asked}. Moved to {now}.")
+        return " ".join(said)
 
     def _resting(self):
         """Say what stands there while no sweep runs."""
