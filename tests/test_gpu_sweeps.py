@@ -55,8 +55,8 @@ def test_the_explorer_measures_here_what_was_recorded(capsys):
 
     import nbformat
 
-    from labkit import build, machine, recordings
-    from labkit.experiments import EXPERIMENTS
+    from labkit import build, launch_model, machine, recordings
+    from labkit.experiments import sweeps
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(SCRIPT)])
     ran = build.execute(build.NOTEBOOKS / "explorer.ipynb", notebook).cells[0].outputs
     answer = json.loads("".join(output.get("text", "") for output in ran).strip().splitlines()[-1])
@@ -64,13 +64,19 @@ def test_the_explorer_measures_here_what_was_recorded(capsys):
     with capsys.disabled():
         print(f"\nfirst point after {points[1]:.1f} s, then {', '.join(f'{b - a:.1f}' for a, b in zip(points[1:], points[2:]))} s")
     assert answer["traced"] and points[1] < 10 and max(b - a for a, b in zip(points[1:4], points[2:5])) < 2
-    recorded = recordings.recorded("sweep_mlp", EXPERIMENTS["sweep_mlp"].source).query(
-        "layers == 24 and width == 1024 and precision == 'float16'").set_index("batch")
+    recorded, chains = sweeps.recorded_sweeps()
+    recorded = launch_model.add_predictions(recorded, launch_model.fit(chains)).query(
+        "model == 'mlp' and layers == 24 and width == 1024 and precision == 'float16'").set_index("batch")
     same_gpu = recordings.load("sweep_mlp")["machine"]["gpu"] == machine.describe().gpu
+    agree = []
     for row in answer["rows"] if same_gpu else ():
         other = recorded.loc[row["batch"]]
-        assert row["speedup_low"] <= other.speedup_high and other.speedup_low <= row["speedup_high"]
-        assert row["graph_wall_us"] == pytest.approx(other.graph_wall_us, rel=0.1)
+        # measured in one process, and predicted from kernels profiled in another: the same kernel can take longer in one of them
+        low, high = sorted((other.graph_wall_us, other.predicted_graph_us))
+        assert 0.9 * low < row["graph_wall_us"] < 1.1 * high
+        if high < 1.1 * low:
+            agree.append(row["speedup_low"] <= other.speedup_high and other.speedup_low <= row["speedup_high"])
+    assert not same_gpu or (len(agree) >= 3 and all(agree))
 
 
 def test_stop_answers_within_one_point():
