@@ -1,4 +1,4 @@
-"""The commands: python -m labkit doctor | lab | run | diagnose | record | build."""
+"""The commands: python -m labkit doctor | lab | run | diagnose | record | report | export | compare | build."""
 
 import argparse
 import difflib
@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -17,6 +18,7 @@ import labkit
 from labkit import build as notebooks
 from labkit import machine, recordings
 from labkit.recordings import RecordingError
+from labkit.results import ResultsError
 
 
 class Refusal(Exception):
@@ -195,6 +197,76 @@ def record(args):
     print(f"Recorded {len(paths)}: {', '.join(str(path) for path in paths)}")
 
 
+def report(args):
+    """Write one HTML page: every claim judged, charts, machine, method, tables; or (--check) hold two runs against each other."""
+    from labkit import report, results
+    if args.check:
+        if len(args.check) > 2:
+            raise Refusal("--check takes one file of results, or two: before and after")
+        before, after = (results.read(args.check[0]), results.read(args.check[1]) if args.check[1:] else
+                         results.collect(_tables(args.names or results.sent())[0]))
+        shared, apart = results.disagreements(before, after)
+        changed = [f"{name} {before['machine'].get(name)} -> {after['machine'].get(name)}" for name in ("driver", "cuda", "torch")
+                   if before["machine"].get(name) != after["machine"].get(name)]
+        for where, *both in apart:
+            print(f"{where}: speedup {' -> '.join('{:.2f} ({:.2f} to {:.2f})'.format(*speedup) for speedup in both)}")
+        print(f"{len(apart)} of {shared} speedups lie outside of each other's intervals; changed: {', '.join(changed) or 'nothing'}.")
+        return int(bool(apart))
+    tables, missing = _tables(args.names)
+    _keep(args.out or _new("report", results.machine_of(tables)["gpu"], ".html"), report.page(tables, missing))
+
+
+def export(args):
+    """Write one small file of results to send to others: no host name, user or path in it."""
+    from labkit import results
+    document = results.collect(_tables(results.sent())[0])
+    text = json.dumps(document, indent=0, ensure_ascii=False) + "\n"
+    _keep(args.out or _new("results", document["machine"]["gpu"], ".json"), text)
+
+
+def compare(args):
+    """Put the results in files and folders side by side, here and (--out) as a page; files that are no results are named."""
+    from labkit import report, results
+    found, left_out = results.read_all(args.paths)
+    for reason in left_out:
+        print(f"labkit: {reason}", file=sys.stderr)
+    if not found:
+        raise Refusal("there are no results to compare: python -m labkit export makes a file of them")
+    print(results.side_by_side(found).fillna("").to_string())
+    for id in dict.fromkeys(id for document in found.values() for id in document["verdicts"]):
+        judged = {name: document["verdicts"].get(id, {}).get("verdict", "not judged") for name, document in found.items()}
+        if len(set(judged.values())) > 1:
+            print(f"{id}: {'; '.join(f'{verdict} ({name})' for name, verdict in judged.items())}")
+    if args.out:
+        _keep(args.out, report.board(found, left_out))
+
+
+def _tables(names):
+    """Gather tables, saying beforehand where they come from, and what is missing."""
+    from labkit import results
+    live = recordings.tables_are_live()
+    print("Measuring here; LABKIT_MODE=recorded takes what was recorded instead." if live else f"From recordings: {machine.mode().reason}.",
+          file=sys.stderr)
+    tables, missing = results.gather(names)
+    for name, reason in missing.items():
+        print(f"labkit: {name} is left out: {reason}", file=sys.stderr)
+    return tables, missing
+
+
+def _new(kind, gpu, ending):
+    """Return a path here, named after the GPU and the day, at which there is no file yet."""
+    name = f"{kind}-{re.sub('[^a-z0-9]+', '-', gpu.lower())}-{time.strftime('%Y-%m-%d')}"
+    paths = (Path(f"{name}{more}{ending}") for more in ("", *(f"-{n}" for n in range(2, 1000))))
+    return next(path for path in paths if not path.exists())
+
+
+def _keep(path, text):
+    """Write a text, and say where."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    notebooks.write(Path(path), text)
+    print(f"Written: {path} ({len(text.encode()) / 2**20:.1f} MiB)")
+
+
 def build(args):
     """Write the learner's copies from the solutions, or (--check) only say what would change."""
     if args.check:
@@ -207,9 +279,10 @@ def build(args):
 
 def parser():
     parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | lab | run | diagnose | record | build")
+    every = (doctor, lab, run, diagnose, record, report, export, compare, build)
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(fn.__name__ for fn in every))
     add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
-           for fn in (doctor, lab, run, diagnose, record, build)}
+           for fn in every}
     for fn, command in add.items():
         command.set_defaults(fn=fn)
     add[lab].add_argument("--app", action="store_true", help="serve the explorer alone, for a projector (Voila)")
@@ -225,6 +298,13 @@ def parser():
     add[record].add_argument("names", nargs="*", metavar="NAME", help="an experiment or a lab; none: all")
     add[record].add_argument("--commit", help="the commit measured, in a copy without git")
     add[record].add_argument("--out", metavar="DIR", help="where to write (else labkit/recordings)")
+    add[report].add_argument("names", nargs="*", metavar="NAME", help="an experiment; none: all")
+    add[report].add_argument("--out", metavar="FILE", help="where to write (else report-<gpu>-<day>.html)")
+    add[report].add_argument("--check", nargs="+", metavar="RESULTS",
+                             help="1 if a file of export and a second one, or what is here, disagree beyond their intervals")
+    add[export].add_argument("--out", metavar="FILE", help="where to write (else results-<gpu>-<day>.json)")
+    add[compare].add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="files of export, or folders of them")
+    add[compare].add_argument("--out", metavar="FILE", help="write a page with charts, too")
     add[build].add_argument("--check", action="store_true", help="change nothing; 1 if something would change")
     add[build].add_argument("--execute", action="store_true", help="run the solutions first, on recordings")
     return parser
@@ -241,7 +321,7 @@ def main(argv=None):
         if (wrong := machine.wrong_settings()) and args.command != "doctor":
             raise Refusal(wrong)
         return args.fn(args) or 0
-    except (Refusal, RecordingError, notebooks.BuildError, machine.NoGPU, OSError) as error:
+    except (Refusal, RecordingError, ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:

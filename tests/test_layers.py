@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A room may import those named before it in the table, at the top of its file or inside a function.
 FLOORS = re.findall(r"^\| `(\w+)[./]", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M)
-NEVER_TORCH = ("install", "explain", "launch_model", "recordings", "claims", "charts", "check", "build", "record")
+NEVER_TORCH = ("install", "explain", "launch_model", "recordings", "claims", "results", "charts", "check", "build", "record")
 FILES = sorted(path for path in (ROOT / "labkit").rglob("*.py") if path != ROOT / "labkit" / "__init__.py")
 
 
@@ -75,7 +75,8 @@ def test_import_labkit_is_quick_and_loads_nothing_heavy():
 
 
 def test_recorded_labs_need_no_torch():
-    needed = ("machine", "explain", "isolate", "recordings", "experiments", "claims", "charts", "notebook", "check", "build")
+    needed = ("machine", "explain", "isolate", "recordings", "experiments", "claims", "results", "charts", "report", "notebook", "check",
+              "build")
     rooms = [name for name in needed if (ROOT / "labkit" / f"{name}.py").exists() or (ROOT / "labkit" / name).is_dir()]
     models = [f"explorers.{p.stem}" for p in FILES if p.parent.name == "explorers" and p.stem != "app"]
     imports = "; ".join(f"import labkit.{name}" for name in rooms + models)

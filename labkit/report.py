@@ -1,0 +1,173 @@
+"""The report: one HTML page that holds all it shows, for one GPU; and the board, on which the results of several stand."""
+
+import base64
+import datetime
+from collections import Counter
+from pathlib import Path
+
+from labkit import __version__, charts, claims, launch_model, recordings, results
+
+LARGEST = 5 * 2**20  # bytes of a page
+MARKS = {claims.HOLDS: "✓", claims.LIMITS: "≈", claims.FAILS: "✗", claims.OUTDATED: "⌛", claims.UNKNOWN: "○"}
+MACHINE = {"gpu": "GPU", "sm_count": "multiprocessors", "memory_gib": "memory (GiB)", "driver": "driver", "cuda": "CUDA",
+           "power_limit_w": "power limit (W)", "max_sm_clock_mhz": "highest clock (MHz)", "cpu": "CPU", "cores": "cores",
+           "os": "system", "python": "Python", "torch": "PyTorch", "transformers": "transformers", "labkit": "labkit"}
+
+
+def page(tables, missing=None):
+    """Return the report on {experiment: table} as HTML; `missing` says why others are not in it: {experiment: reason}."""
+    told = [table.attrs["provenance"] for table in tables.values()]
+    about, verdicts = results.machine_of(tables), results.judged(tables)
+    pictures, reasons = [], dict(missing or {})
+    for wanted, draw in PICTURES:
+        if all(name in tables for name in wanted):
+            try:
+                pictures.append(_picture(draw(*(tables[name] for name in wanted)), wanted))
+            except ValueError as error:  # a table without what this picture shows
+                reasons.setdefault(" and ".join(wanted), str(error).splitlines()[0])
+    html = _filled("report.html", title=f"CUDA Graphs on {about['gpu']}", labels=list(dict.fromkeys(one["label"] for one in told)),
+                   machine={name: about[key] for key, name in MACHINE.items() if about.get(key) is not None},
+                   verdicts=verdicts, marks=MARKS, counts=Counter(v.verdict for v in verdicts), say=_number, pictures=pictures,
+                   method=_method(tables), tables=list(map(_download, tables.values(), tables)), missing=reasons)
+    return _fits(html)
+
+
+def board(documents, left_out=()):
+    """Return {name: results} side by side as HTML, with what was left out and why."""
+    pictures = [_picture(chart, (name,)) for name in results.TABLES if name.startswith("sweep_")
+                for chart in [_speedups(documents, name)] if chart]
+    names = list(documents)
+    verdicts = [(claim, [documents[name]["verdicts"].get(id) for name in names]) for id, claim in claims.CLAIMS.items()]
+    glance = results.side_by_side(documents).astype(object)
+    html = _filled("board.html", title="CUDA Graphs on several GPUs", names=names, marks=MARKS, say=_number, pictures=pictures,
+                   labels=[f"{name}: {'LIVE' if d['live'] else 'RECORDED'}, exported {d['made_at']}" for name, d in documents.items()],
+                   glance=[(what, ["" if value is None else value for value in row]) for what, row in glance.T.items()],
+                   verdicts=verdicts, left_out=list(left_out))
+    return _fits(html)
+
+
+def _filled(template, **given):
+    import jinja2
+
+    rooms = jinja2.FileSystemLoader(Path(__file__).with_name("pages"))
+    environment = jinja2.Environment(loader=rooms, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
+
+
+def _fits(html):
+    if (size := len(html.encode())) > LARGEST:
+        raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, more than {LARGEST >> 20}: name fewer experiments")
+    return html
+
+
+def _picture(chart, experiments):
+    png = base64.b64encode(chart.png).decode()
+    return {"png": png, "width": int.from_bytes(chart.png[16:20], "big") * charts.PIXELS // chart.dpi, "text": str(chart),
+            "experiments": " and ".join(experiments)}
+
+
+def _number(value):
+    """Return a number as one reads it: three digits, thousands apart."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _method(tables):
+    """Return how the numbers were measured, {what: how}: as the recordings say, or as the clock here says."""
+    recorded = [table.attrs["provenance"] for table in tables.values() if not table.attrs["provenance"]["live"]]
+    if recorded:
+        return recordings.load(recorded[0]["experiment"])["method"]
+    from labkit import timing
+    return timing.METHOD
+
+
+def _download(table, name):
+    """Return a table as a file to keep: its name, rows, where it is from, and its numbers as CSV, lists left out."""
+    lists = [column for column in table if table[column].map(lambda value: isinstance(value, (list, dict))).any()]
+    csv = table.drop(columns=lists).to_csv(index=False)
+    return {"name": name, "rows": len(table), "label": table.attrs["provenance"]["label"], "left_out": lists,
+            "csv": base64.b64encode(csv.encode()).decode()}
+
+
+def _speedups(documents, sweep):
+    """Return the chart of one sweep's first curve on each GPU: speedup against batch size; None where nobody has it."""
+    import pandas
+
+    rows = results.first_curve([row | {"gpu": gpu} for gpu, document in documents.items()
+                                for row in document["tables"].get(sweep, ())])
+    if not rows:
+        return None
+    table = pandas.DataFrame(rows).sort_values(["gpu", "batch"])
+    table.attrs["provenance"] = {"label": "as sent: see above for each"}
+    one = rows[0]
+    size = f"{one['layers']} layers, width {one['width']:,}, length {one['length']:,}"
+    return charts.lines(table, "batch", "speedup", by="gpu", log=("x",), y_label="times as fast as eager", x_label="batch size",
+                        title=f"{charts.MODELS.get(one['model'], one['model'])}, {size}, float16: speedup by a graph")
+
+
+def _curve(table):
+    """Return the first curve of a sweep in float16."""
+    first = table[(table["precision"] == "float16") & (table["skipped"] == "")].iloc[:1]
+    keys = list(results.POINT[:5])
+    chosen = table.merge(first[keys], on=keys)
+    chosen.attrs = table.attrs
+    return chosen
+
+
+def _idle(table):
+    one = table[(table["batch"] == 1) & (table["layers"] == table["layers"].max())]
+    one = one.assign(model=one["width"].map(f"{table['layers'].max()} layers, width {{}}".format))
+    return charts.bars(one, "model", "idle_share", value_label="share of the step that the GPU is idle",
+                       title="How long the GPU has nothing to do, eager mode, batch 1")
+
+
+def _saving(table):
+    one = table[(table["model"] == "transformer") & (table["batch"] == 1)]
+    return charts.lines(one, "kernels", ["eager_wall_us", "graph_wall_us"], log=(), x_label="kernels in one step",
+                        title="One step of a transformer, eager and replayed")
+
+
+def _break_even(table):
+    return charts.lines(table.dropna(subset="break_even_calls"), "kernels", "break_even_calls", log=("x",), y_label="calls",
+                        x_label="kernels in the graph", title="Calls until a capture has paid for itself")
+
+
+def _again(table):
+    table = table.assign(process=table["run"].map("process {}".format))
+    return charts.bars(table, "process", "speedup", title="The same speedup in processes of their own",
+                       value_label="times as fast as eager")
+
+
+def _predictions(chains, *sweeps):
+    import pandas
+
+    rows = pandas.concat(sweeps, ignore_index=True)
+    rows.attrs = chains.attrs
+    return charts.predictions(launch_model.add_predictions(rows, launch_model.fit(chains)))
+
+
+# Which tables a picture is drawn from, and how, in the order of the page.
+PICTURES = (
+    (("first_win",), charts.compare),
+    (("launch_cost",), lambda t: charts.bars(t, "what", "cost_us", by="layer", title="What one kernel costs the CPU",
+                                             value_label="CPU time to launch one kernel")),
+    (("step_trace",), charts.timeline),
+    (("idle_sweep",), _idle),
+    (("step_saving",), _saving),
+    (("replay_cost",), lambda t: charts.lines(t, "nodes", ["enqueue_us", "gpu_us"], x_label="nodes in the graph",
+                                              title="One replay, by the number of nodes")),
+    (("capture_cost",), _break_even),
+    (("padding_cost",), lambda t: charts.lines(t, "length", ["graph_wall_us", "padded_wall_us"], log=("x",), x_label="tokens",
+                                               y_label="time of one step",
+                                               title="One step at many lengths: a graph for each, or padded")),
+    (("bucket_pools",), lambda t: charts.lines(t, "graphs", "pool_bytes", by="how", log=(), x_label="graphs captured so far",
+                                               y_label="GPU memory of the pools", title="What eight captured sizes keep reserved")),
+    (("operation_table",), lambda t: charts.outcomes(t, "group", "result", what="operations",
+                                                     title="What becomes of operations in a capture, by kind")),
+    (("sweep_transformer",), lambda t: charts.sweep(_curve(t))),
+    (("sweep_gpt2",), lambda t: charts.sweep(_curve(t))),
+    (("sweep_gpt2", "ceilings"), lambda t, ceilings: charts.roofline(_curve(t), ceilings)),
+    (("launch_constants", "sweep_mlp", "sweep_transformer", "sweep_gpt2"), _predictions),
+    (("repeatability",), _again),
+)
