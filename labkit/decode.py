@@ -183,7 +183,7 @@ class GraphedDecoder:
         the CPU waits for the GPU every `every` steps. stream: called as often, with the tokens new since, (batch, some), on
         the CPU. Raises ValueError for what does not fit, DecoderRefused for padding that this model does not decode right.
         """
-        mask = _checked(self, ids, n, attention_mask)
+        mask = checked(self, ids, n, attention_mask)
         if every < 1:
             raise ValueError(f"every must be 1 or more, not {every}")
         pick, ends = self.step.choose(sampling), self.step.end_at(eos_token_id)
@@ -202,7 +202,7 @@ class GraphedDecoder:
                 self.advance()
 
 
-def _checked(decoder, ids, n, mask):
+def checked(decoder, ids, n, mask):
     """Return the attention mask of prompts, bool, once all that generate() was given is found to fit."""
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != decoder.batch:
         given = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__

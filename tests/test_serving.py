@@ -1,0 +1,264 @@
+"""Serving on the CPU: sizes to capture, traces, rows that join and leave, and every request's tokens as if it were alone."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from labkit import architectures, decode, serving  # noqa: E402
+from labkit.serving import Request  # noqa: E402
+
+POLICIES = {"powers of two": serving.powers_of_two, "vLLM": serving.vllm_sizes, "every": serving.every_size}
+
+
+class Clock:
+    """A clock of its own: each look takes a millisecond."""
+
+    def __init__(self):
+        self.at, self.waited = 0.0, []
+
+    def now(self):
+        self.at += 0.001
+        return self.at
+
+    def wait(self, until):
+        self.waited.append(until - self.at)
+        self.at = until
+
+
+def prompts_of(trace, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 96, (request.prompt_tokens,), generator=draw) for request in trace]
+
+
+def alone(model, ids, n):
+    return decode._generated(model, ids[None], torch.ones(1, len(ids), dtype=torch.bool), n)[1][0].tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return architectures.tiny_model("llama", "cpu")
+
+
+@pytest.fixture
+def decoder(model):
+    return serving.BatchedDecoder(model, 32, 4, [1, 2, 4])
+
+
+# ---- sizes
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 100, 256, 257, 512])
+def test_each_list_rises_from_one_and_stays_within(policy, most):
+    sizes = policy(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] <= most
+    assert sizes[-1] == most or policy is serving.vllm_sizes
+
+
+def test_the_lists_are_those_that_are_known():
+    assert serving.powers_of_two(12) == [1, 2, 4, 8, 12] and serving.every_size(3) == [1, 2, 3]
+    vllm = serving.vllm_sizes(512)
+    assert len(vllm) == 51 and vllm[:5] == [1, 2, 4, 8, 16] and vllm[33:36] == [248, 256, 272] and vllm[-1] == 512
+
+
+@pytest.mark.parametrize("most", [0, -1, 2.0, "8", True])
+def test_a_largest_size_that_is_none_is_refused(most):
+    for policy in POLICIES.values():
+        with pytest.raises(ValueError, match="whole number, 1 or more"):
+            policy(most)
+
+
+def test_the_best_sizes_pad_least_of_all_choices():
+    draw = random.Random(0)
+    for _ in range(150):
+        counts = {batch: draw.randint(0, 9) for batch in draw.sample(range(1, 14), draw.randint(1, 7))}
+        occur = sorted(batch for batch, steps in counts.items() if steps)
+        if not occur:
+            continue
+        number, most = draw.randint(1, 6), occur[-1]
+        chosen = serving.best_sizes(counts, number)
+        others = [sorted({*some, most}) for some in itertools.combinations(occur[:-1], min(number, len(occur)) - 1)]
+        assert len(chosen) <= number and chosen[-1] == most and chosen == sorted(set(chosen))
+        assert serving.wasted_share(chosen, counts) == min(serving.wasted_share(sizes, counts) for sizes in others)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_no_list_of_as_many_sizes_pads_less_than_the_best(policy):
+    draw = random.Random(1)
+    counts = Counter(min(64, max(1, round(draw.gauss(30, 15)))) for _ in range(2000))
+    sizes = policy(max(counts))
+    assert serving.wasted_share(serving.best_sizes(counts, len(sizes)), counts) <= serving.wasted_share(sizes, counts)
+
+
+def test_padding_is_counted_by_rows_and_larger_batches_are_not_padded():
+    assert serving.wasted_share([4], {3: 2, 4: 1}) == pytest.approx(2 / 12) and serving.wasted_share([2], {5: 1}) == 0
+    assert serving.wasted_share([1], {}) == 0
+
+
+@pytest.mark.parametrize("counts, number", [({}, 1), ({4: 0}, 1), ({0: 3}, 1), ({4: 3}, 0)])
+def test_sizes_are_not_chosen_for_nothing(counts, number):
+    with pytest.raises(ValueError, match="sizes are chosen for batches"):
+        serving.best_sizes(counts, number)
+
+
+# ---- traces
+
+def test_a_poisson_trace_repeats_with_its_seed_and_has_its_rate():
+    trace = serving.poisson_trace(50, 2000, (3, 9), (2, 4), seed=4)
+    assert trace == serving.poisson_trace(50, 2000, (3, 9), (2, 4), seed=4) != serving.poisson_trace(50, 2000, (3, 9), (2, 4), seed=5)
+    assert trace[-1].arrival_s == pytest.approx(40, rel=0.1) and trace == sorted(trace, key=lambda r: r.arrival_s)
+    assert {r.prompt_tokens for r in trace} == set(range(3, 10)) and {r.output_tokens for r in trace} == {2, 3, 4}
+
+
+@pytest.mark.parametrize("given, why", [((0, 5), "rate above 0"), ((float("nan"), 5), "rate above 0"), ((1, 0), "1 request or more"),
+                                        ((1, 5, (0, 3)), "prompt_tokens are"), ((1, 5, (1, 3), (4, 2)), "output_tokens are")])
+def test_a_trace_of_nothing_is_refused(given, why):
+    with pytest.raises(ValueError, match=why):
+        serving.poisson_trace(*given)
+
+
+def test_a_trace_file_is_read_in_order_of_arrival(tmp_path):
+    (tmp_path / "trace.csv").write_text("output_tokens,arrival_s,prompt_tokens,user\n3,1.5,7,x\n1,0,2,y\n")
+    assert serving.read_trace(tmp_path / "trace.csv") == [Request(0.0, 2, 1), Request(1.5, 7, 3)]
+
+
+@pytest.mark.parametrize("text, why", [
+    ("", "has no column arrival_s, output_tokens, prompt_tokens"), ("arrival_s,prompt_tokens\n1,2\n", "has no column output_tokens"),
+    ("arrival_s,prompt_tokens,output_tokens\n", "holds no requests"),
+    ("arrival_s,prompt_tokens,output_tokens\n1,2,3\n1,2,many\n", "line 3: .* output_tokens 'many'"),
+    ("arrival_s,prompt_tokens,output_tokens\n-1,2,3\n", "line 2: .* arrival_s '-1'"),
+    ("arrival_s,prompt_tokens,output_tokens\nnan,2,3\n", "line 2"), ("arrival_s,prompt_tokens,output_tokens\n1,0,3\n", "line 2"),
+    ("arrival_s,prompt_tokens,output_tokens\n1,2\n", "line 2: .* output_tokens None")])
+def test_a_trace_file_that_is_none_names_the_line(tmp_path, text, why):
+    (tmp_path / "trace.csv").write_text(text)
+    with pytest.raises(ValueError, match=why):
+        serving.read_trace(tmp_path / "trace.csv")
+
+
+# ---- rows
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3_text", "opt", "mixtral"])
+def test_tokens_are_those_of_each_request_alone_whatever_runs_beside_it(name):
+    model = architectures.tiny_model(name, "cpu")
+    decoder = serving.BatchedDecoder(model, 40, 5, [1, 2, 4])
+    trace = serving.poisson_trace(120, 16, (3, 14), (1, 20), seed=3)
+    prompts = prompts_of(trace)
+    served = serving.serve(decoder, trace, prompts, Clock())
+    assert [one.tokens for one in served] == [alone(model, ids, r.output_tokens) for r, ids in zip(trace, prompts)]
+    assert {size for _, size, _ in decoder.steps} >= {2, 4, 5} and not decoder.running  # padded, and above the largest size
+
+
+def test_rows_that_leave_make_room_and_the_last_one_moves(model, decoder):
+    prompts = prompts_of([Request(0, length, 1) for length in (3, 9, 5, 4)])
+    written = [[decoder.join(ids)] for ids in prompts[:3]]
+    for _ in range(2):
+        for tokens, token in zip(written, decoder.advance()):
+            tokens.append(token)
+    assert decoder.leave(0) == 2  # the third one stands in its row now
+    written.append([decoder.join(prompts[3])])
+    order = [2, 1, 3]
+    for _ in range(3):
+        for place, token in zip(order, decoder.advance(), strict=True):
+            written[place].append(token)
+    assert written == [alone(model, ids, len(tokens)) for ids, tokens in zip(prompts, written)]
+    assert decoder.steps == {(3, 4, False): 5}
+
+
+def test_padding_rows_change_nothing_and_keep_nothing(model, decoder):
+    ids = prompts_of([Request(0, 6, 1)])[0]
+    decoder.join(ids), decoder.join(ids), decoder.join(ids)
+    decoder.advance()
+    assert decoder.places.tolist() == [7, 7, 7, 0]
+    decoder.leave(2), decoder.leave(1)
+    assert decoder.places.tolist() == [7, 0, 0, 0] and decoder.active.tolist() == [True, False, False, False]
+    with torch.inference_mode():
+        for buffer in decoder.kept:
+            buffer[1:] = float("nan")  # a row that looked at another one would be lost
+    assert [decoder.advance()[0] for _ in range(5)] == alone(model, ids, 7)[2:]
+
+
+def test_what_does_not_fit_is_refused(decoder):
+    short = prompts_of([Request(0, 3, 1)])[0]
+    with pytest.raises(ValueError, match="no row is in use"):
+        decoder.advance()
+    for _ in range(4):
+        decoder.join(short)
+    with pytest.raises(ValueError, match="all 4 rows are in use"):
+        decoder.join(short)
+    with pytest.raises(ValueError, match="row 4 is not in use: 4 are"):
+        decoder.leave(4)
+    for _ in range(29):
+        decoder.advance()
+    with pytest.raises(ValueError, match="row 0 has filled its 32 places"):
+        decoder.advance()
+
+
+@pytest.mark.parametrize("ids, why", [(torch.zeros(33, dtype=torch.int64), "33 places"), (torch.zeros(3), "must be int64"),
+                                      (torch.full((3,), 10**6), "ids must be from 0"), (torch.zeros(0, dtype=torch.int64), "1 token")])
+def test_a_prompt_that_is_none_is_refused_and_takes_no_row(decoder, ids, why):
+    with pytest.raises(ValueError, match=why):
+        decoder.join(ids)
+    assert not decoder.running and not decoder.active.any()
+
+
+@pytest.mark.parametrize("sizes", [[0], [5], [1.0], [-1, 2]])
+def test_sizes_beyond_the_rows_are_refused(model, sizes):
+    with pytest.raises(ValueError, match="whole numbers from 1 to 4"):
+        serving.BatchedDecoder(model, 32, 4, sizes)
+
+
+def test_a_model_with_other_masks_or_states_is_refused():
+    with pytest.raises(decode.DecoderRefused, match="masks are not of a kind"):
+        serving.BatchedDecoder(architectures.tiny_model("bloom", "cpu"), 32, 4)
+    with pytest.raises(decode.DecoderRefused):
+        serving.BatchedDecoder(architectures.tiny_model("mamba", "cpu"), 32, 4)
+
+
+# ---- the loop
+
+def test_a_thousand_arrivals_are_all_served_once_in_full_and_in_order(model):
+    decoder = serving.BatchedDecoder(model, 12, 16, serving.powers_of_two(16))
+    trace = serving.poisson_trace(400, 1000, (1, 4), (1, 8), seed=7)
+    prompts, clock = prompts_of(trace), Clock()
+    served = serving.serve(decoder, trace, prompts, clock)
+    assert [one.request for one in served] == trace and not decoder.running
+    assert [len(one.tokens) for one in served] == [r.output_tokens for r in trace]
+    assert all(one.came_s == sorted(one.came_s) and one.came_s[0] > one.arrival_s for one in served)
+    starts = [one.came_s[0] for one in served]
+    assert starts == sorted(starts)  # first come, first served
+    found = serving.summary(served, decoder.steps)
+    assert found["requests"] == 1000 and found["tokens"] == sum(r.output_tokens for r in trace)
+    assert sum(count * times for (count, _, _), times in decoder.steps.items()) == found["tokens"] - 1000  # a prompt gives the first
+
+
+def test_requests_that_are_alike_but_for_their_prompts_are_not_mixed_up(model, decoder):
+    trace = [Request(0.0, 5, 6)] * 3
+    prompts = prompts_of(trace)
+    assert [one.tokens for one in serving.serve(decoder, trace, prompts, Clock())] == [alone(model, ids, 6) for ids in prompts]
+
+
+def test_the_loop_waits_for_requests_that_are_yet_to_come(decoder):
+    trace, clock = [Request(5.0, 3, 2), Request(1.0, 4, 3)], Clock()
+    served = serving.serve(decoder, trace, prompts_of(trace), clock)
+    assert [one.request.arrival_s for one in served] == [5.0, 1.0] and len(clock.waited) == 2
+    assert served[1].came_s[-1] < 5 < served[0].came_s[0]
+
+
+def test_a_request_that_does_not_fit_is_named_before_any_runs(decoder):
+    trace = [Request(0, 3, 2), Request(0, 30, 4)]
+    with pytest.raises(ValueError, match="request 1 brings 30 tokens .* wants 4; a row has 32 places"):
+        serving.serve(decoder, trace, prompts_of(trace), Clock())
+    assert not decoder.steps
+
+
+def test_the_summary_counts_what_it_says():
+    one = serving.Served(Request(1.0, 3, 3), 1.0, [1.5, 1.6, 1.8], [1, 2, 3])
+    other = serving.Served(Request(2.0, 3, 1), 2.0, [3.0], [1])
+    found = serving.summary([one, other], Counter({(3, 4, True): 3, (5, 5, False): 1}))
+    assert found["tokens"] == 4 and found["tokens_per_s"] == 2.0 and found["steps"] == 4
+    assert found["first_token_ms_p50"] == pytest.approx(750) and found["between_tokens_ms_p50"] == pytest.approx(150)
+    assert found["replayed_share"] == 0.75 and found["padding_share"] == pytest.approx(3 / 17)
+    lone = serving.summary([other], Counter())
+    assert lone["between_tokens_ms_p99"] is None and lone["padding_share"] == 0
