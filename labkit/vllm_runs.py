@@ -1,0 +1,216 @@
+"""Run vLLM itself, each configuration in a process of its own: time per step, start-up, captured sizes, memory, its log lines.
+
+vLLM is an extra (labkit[vllm]) and is imported in the child only. The child tells what it finds as lines of JSON; its log goes
+to a file, of which a failure shows the end. Nothing is left running.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+CONFIGURATIONS = {  # what is handed to vllm.LLM
+    "default": {},
+    "enforce_eager": {"enforce_eager": True},
+    "graphs, not compiled": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "neither": {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}},
+    "default, at most 16 sequences": {"max_num_seqs": 16},
+}
+ALWAYS_GIVEN = {"seed": 0, "max_model_len": 2048, "max_num_seqs": 256, "gpu_memory_utilization": 0.5, "disable_log_stats": False,
+          "cudagraph_metrics": True, "skip_tokenizer_init": True}
+SHAPE = {  # the shape of Llama 3.2 1B, as a config.json; its weights are dummies
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True}
+VLLM_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+PROMPT_TOKENS, SHORT_TEXT, LONG_TEXT = 32, 16, 80  # tokens: the step is what the longer text takes more, for each token more
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+               "TOKENIZERS_PARALLELISM": "false"}
+LOGGED = {  # what is read off vLLM's log: {name: (pattern, how the number reads)}
+    "captured_in_s": (r"Graph capturing finished in ([\d.]+) secs", float), "graphs_gib": (r"secs, took (-?[\d.]+) GiB", float),
+    "weights_gib": (r"Model loading took ([\d.]+) GiB", float), "engine_s": (r"init engine \(.*?\) took ([\d.]+) s", float),
+    "compiled_in_s": (r"torch\.compile took ([\d.]+) s in total", float)}
+GRAPH_USE = re.compile(r"\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*(\w+)\s*\|\s*(\d+)\s*\|")  # of the table of graph metrics
+SHOWN = 15  # last lines of the log in an error
+
+
+class VllmFailed(RuntimeError):
+    """A configuration that did not run to its end: how it ended, and the last lines of vLLM's log."""
+
+
+def installed():
+    """Say whether vLLM can be imported here."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=None, entry="_in_vllm"):
+    """Run one configuration of vLLM in a process of its own; returns what it told, with what its log says, as one dict.
+
+    options: keywords of vllm.LLM. model: the name or folder of a model; left out, the shape of a 1B Llama with dummy weights.
+    progress: called with each thing told, a dict. Raises VllmFailed with vLLM's last lines, also after timeout_s seconds.
+    """
+    if not installed():
+        raise ModuleNotFoundError("vLLM is not installed: pip install 'labkit[vllm]'", name="vllm")
+    with tempfile.TemporaryDirectory(prefix="labkit-vllm-") as name:
+        folder, dummy = Path(name), model is None
+        (folder / "config.json").write_text(json.dumps(SHAPE))
+        given = {**ALWAYS_GIVEN, **options, "model": str(folder) if dummy else model, **({"load_format": "dummy"} if dummy else {})}
+        if not dummy:
+            given.pop("skip_tokenizer_init")
+        log, told = folder / "log", folder / "told"
+        told.touch()
+        ended = _vllm_child(entry, {"options": given, "batches": list(batches), "told": str(told)}, log, told, timeout_s, progress)
+        text = log.read_text("utf-8", "replace")
+        if ended:
+            last = "\n  ".join(line[:300] for line in text.strip().splitlines()[-SHOWN:])
+            raise VllmFailed(f"vLLM {ended}. The last lines of its log:\n  {last or '(none)'}")
+        found = {key: value for line in told.read_text().splitlines() for key, value in json.loads(line).items() if key != "step"}
+        steps = [json.loads(line)["step"] for line in told.read_text().splitlines() if "step" in json.loads(line)]
+        return found | {"steps": steps, **read_log(text)}
+
+
+def _vllm_child(entry, given, log, told, timeout_s, progress):
+    """Run `entry` of this module in a process group of its own and wait; returns "" or how it ended otherwise."""
+    code = f"import json, sys; from labkit import vllm_runs; vllm_runs.{entry}(**json.loads(sys.argv[1]))"
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if Path(given["options"]["model"]).exists():
+        environment["HF_HUB_OFFLINE"] = "1"
+    with open(log, "wb") as file:
+        child = subprocess.Popen([sys.executable, "-c", code, json.dumps(given)], stdin=subprocess.DEVNULL, stdout=file,
+                                 stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    began, seen = time.monotonic(), 0
+    try:
+        while child.poll() is None:
+            if time.monotonic() - began > timeout_s:
+                return f"did not end within {timeout_s:g} s"
+            time.sleep(0.05)
+            whole = told.read_text().rpartition("\n")[0].splitlines()
+            for line in whole[seen:] if progress else ():
+                progress(json.loads(line))
+            seen = len(whole)
+        if child.returncode:
+            names = {number.value: number.name for number in signal.Signals}
+            return f"ended with code {child.returncode}" if child.returncode > 0 else f"crashed: {names.get(-child.returncode)}"
+        return ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # whatever it has started, too
+        child.wait()
+
+
+def read_log(text):
+    """Return what vLLM's log says, as a dict: numbers (None where no line has them), the lines, and the table of graph use.
+
+    graph_use: {mode: steps}; padded: the tokens that were padding, of all. lines: the log's own, that the numbers stand in.
+    """
+    found, lines = {}, []
+    for name, (pattern, read) in LOGGED.items():
+        match = re.search(pattern, text)
+        found[name] = read(match[1]) if match else None
+        if match:
+            start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
+            lines.append(text[start:end if end >= 0 else None].strip()[:300])
+    use, real, run = {}, 0, 0
+    for unpadded, padded, _, mode, count in GRAPH_USE.findall(text):
+        use[mode] = use.get(mode, 0) + int(count)
+        real, run = real + int(unpadded) * int(count), run + int(padded) * int(count)
+    return found | {"lines": list(dict.fromkeys(lines)), "graph_use": use, "padding_share": 1 - real / run if run else None}
+
+
+def flags(*words):
+    """Return what vLLM's own parser of `vllm serve` makes of some words: {"enforce_eager": ..., "model": ...} or {"error": ...}."""
+    if not installed():
+        raise ModuleNotFoundError("vLLM is not installed: pip install 'labkit[vllm]'", name="vllm")
+    code = f"from labkit import vllm_runs; vllm_runs._parse_flags({list(words)!r})"
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    answers = [line for line in done.stdout.splitlines() if line.startswith('{"labkit"')]
+    if answers:
+        return json.loads(answers[-1])["labkit"]
+    return {"error": next((line for line in reversed(done.stderr.strip().splitlines()) if line.strip()), "nothing was said")[:300]}
+
+
+def look(url, timeout_s=10):
+    """Return what a running vLLM server tells of itself: {"version", "metrics": names with values, "graphs": those about graphs}.
+
+    Raises ConnectionError, with what to check, where nobody answers or the answer is not vLLM's.
+    """
+    base = url.rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise ConnectionError(f"a server's address begins with http:// or https://, unlike {url!r}")
+    try:
+        version = json.loads(_fetched(f"{base}/version", timeout_s))["version"]
+        text = _fetched(f"{base}/metrics", timeout_s)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConnectionError(f"{base} does not answer as vLLM does ({str(error)[:200] or type(error).__name__}): is it the address "
+                              "that `vllm serve` printed, and does it answer from here?") from None
+    metrics = {}
+    for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", text, re.M):
+        with suppress(ValueError):
+            metrics[name] = metrics.get(name, 0.0) + float(value)
+    return {"version": str(version), "metrics": metrics, "graphs": [name for name in metrics if re.search("graph", name)]}
+
+
+def _fetched(url, timeout_s):
+    with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        return answer.read(10 * 2**20).decode("utf-8", "replace")
+
+
+# ---- in the child
+
+def _parse_flags(words):
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    given = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(words)
+    print(json.dumps({"labkit": {"enforce_eager": given.enforce_eager, "model": given.model_tag or given.model}}))
+
+
+def _in_vllm(options, batches, told):
+    """Start vLLM, then time texts of two lengths at each batch size, by labkit's clock; tell what is found line by line."""
+    began = time.perf_counter()
+    import torch
+    import vllm
+
+    from labkit import timing
+
+    def tell(**found):
+        with open(told, "a") as file:
+            file.write(json.dumps(found) + "\n")
+
+    llm = vllm.LLM(**options)
+    config = llm.llm_engine.vllm_config.compilation_config
+    tell(vllm=vllm.__version__, start_s=time.perf_counter() - began, captured_sizes=list(config.cudagraph_capture_sizes or ()),
+         cudagraph_mode=str(config.cudagraph_mode).rpartition(".")[2], reserved_gib=torch.cuda.memory_reserved() / 2**30)
+    for batch in batches:
+        if batch > options["max_num_seqs"]:
+            continue
+        calls = {tokens: functools.partial(_write_texts, llm, batch, tokens) for tokens in (SHORT_TEXT, LONG_TEXT)}
+        both = timing.compare(calls, budget_s=4, target=0, without_gpu=set(calls))
+        short, long = (both[tokens].wall_us for tokens in (SHORT_TEXT, LONG_TEXT))
+        more = LONG_TEXT - SHORT_TEXT
+        tell(step={"batch": batch, "wall_us": (long.median - short.median) / more, "wall_us_low": (long.low - short.high) / more,
+                   "wall_us_high": (long.high - short.low) / more, "rounds": both[SHORT_TEXT].rounds,
+                   "samples": {str(tokens): both[tokens].wall_us.samples for tokens in calls}})
+    llm.llm_engine.do_log_stats()
+
+
+def _write_texts(llm, batch, tokens):
+    """Let vLLM write so many tokens after `batch` prompts, each another one, so that no prefix is found again."""
+    from vllm import SamplingParams
+
+    _write_texts.calls += 1
+    prompts = [{"prompt_token_ids": [(7 * _write_texts.calls + 31 * row + place) % 1000 + 3 for place in range(PROMPT_TOKENS)]} for row in range(batch)]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
+
+
+_write_texts.calls = 0

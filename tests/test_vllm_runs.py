@@ -1,0 +1,200 @@
+"""The runner of vLLM, on a vLLM made up here: what is asked, told, read off its log, and what becomes of failures."""
+
+import http.server
+import json
+import threading
+import time
+
+import psutil
+import pytest
+
+from labkit import vllm_runs
+from labkit.vllm_runs import VllmFailed
+
+LOG = """INFO 11-30 10:00:00 [model_runner.py:306] Model loading took 2.32 GiB and 1.234567 seconds
+INFO 11-30 10:00:09 [monitor.py:30] torch.compile took 7.51 s in total
+INFO 11-30 10:00:20 [model_runner.py:748] Graph capturing finished in 4 secs, took 0.45 GiB
+INFO 11-30 10:00:21 [core.py:331] init engine (profile, create kv cache, warmup model) took 15.20 s (compilation: 7.51 s)
+INFO 11-30 10:01:00 [cuda_graph.py:97] **CUDAGraph Config Settings:**
+INFO 11-30 10:01:00 [cuda_graph.py:97] | Unpadded Tokens | Padded Tokens | Num Paddings | Runtime Mode | Count |
+INFO 11-30 10:01:00 [cuda_graph.py:97] |-----------------|---------------|--------------|--------------|-------|
+INFO 11-30 10:01:00 [cuda_graph.py:97] | 3               | 4             | 1            | FULL         | 10    |
+INFO 11-30 10:01:00 [cuda_graph.py:97] | 600             | 600           | 0            | NONE         | 1     |
+"""
+MADE_UP = f'''
+import json, os, sys, types
+from labkit import timing
+__version__ = "0.26.made-up"
+
+
+class SamplingParams:
+    def __init__(self, **given):
+        self.given = given
+
+
+class LLM:
+    def __init__(self, **options):
+        print({LOG!r})
+        if "broken" in options.get("compilation_config", {{}}):
+            raise RuntimeError("CUDA out of memory, made up")
+        if options.get("enforce_eager"):  # takes for ever, and starts somebody who does, too
+            import subprocess, time
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            print("started", child.pid, flush=True)
+            time.sleep(600)
+        with open(os.path.join(options["model"], "config.json")) as file:
+            assert json.load(file)["num_hidden_layers"] == 16 and options["load_format"] == "dummy"
+        config = types.SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4], cudagraph_mode="CUDAGraphMode.FULL_AND_PIECEWISE")
+        self.llm_engine = types.SimpleNamespace(vllm_config=types.SimpleNamespace(compilation_config=config), do_log_stats=lambda: None)
+        self.written = []
+
+    def generate(self, prompts, params, use_tqdm):
+        assert params.given["ignore_eos"] and not use_tqdm
+        self.written += [str(p["prompt_token_ids"]) for p in prompts]
+        assert len(set(self.written)) == len(self.written), "a prompt came twice"
+
+
+def compare(calls, *, budget_s, target, without_gpu):
+    made = {{}}
+    for tokens, call in calls.items():
+        call(), call()
+        us = 1000.0 * tokens + 5000
+        made[tokens] = types.SimpleNamespace(rounds=7, wall_us=types.SimpleNamespace(median=us, low=us - 64, high=us + 64, samples=[us]))
+    return made
+
+
+timing.compare = compare
+'''
+PARSER = '''
+import argparse
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    pass
+
+
+def make_arg_parser(parser):
+    parser.add_argument("model_tag", nargs="?")
+    parser.add_argument("--model", default="their/default")
+    parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=False)
+    return parser
+'''
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    for name, text in (("vllm", MADE_UP), ("vllm/entrypoints", ""), ("vllm/entrypoints/openai", ""), ("vllm/utils", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    (tmp_path / "vllm/entrypoints/openai/cli_args.py").write_text(PARSER)
+    (tmp_path / "vllm/utils/argparse_utils.py").write_text(PARSER)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_configuration_tells_steps_sizes_and_what_its_log_says(vllm):
+    heard = []
+    found = vllm_runs.run_vllm({"max_num_seqs": 4}, batches=(1, 2, 4, 8), progress=heard.append)
+    assert found["vllm"] == "0.26.made-up" and found["captured_sizes"] == [1, 2, 4] and found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
+    assert [step["batch"] for step in found["steps"]] == [1, 2, 4]  # 8 is more than max_num_seqs
+    assert found["steps"][0] | {"samples": 0} == {"batch": 1, "wall_us": 1000.0, "wall_us_low": 998.0, "wall_us_high": 1002.0,
+                                                  "rounds": 7, "samples": 0}
+    assert found["graphs_gib"] == 0.45 and found["start_s"] > 0
+    assert heard and heard[0]["vllm"] == found["vllm"]
+
+
+def test_what_the_log_says_is_read_with_its_lines():
+    found = vllm_runs.read_log(LOG)
+    assert {name: found[name] for name in vllm_runs.LOGGED} == {
+        "captured_in_s": 4.0, "graphs_gib": 0.45, "weights_gib": 2.32, "engine_s": 15.2, "compiled_in_s": 7.51}
+    assert len(found["lines"]) == 4 and found["lines"][0].endswith("Graph capturing finished in 4 secs, took 0.45 GiB")
+    assert found["graph_use"] == {"FULL": 10, "NONE": 1} and found["padding_share"] == pytest.approx(10 / 640)
+    silent = vllm_runs.read_log("INFO nothing\n")
+    assert silent["graphs_gib"] is None and silent["lines"] == [] and silent["graph_use"] == {} and silent["padding_share"] is None
+
+
+def test_a_failed_start_shows_the_last_lines(vllm):
+    with pytest.raises(VllmFailed, match=r"(?s)ended with code 1\. The last lines of its log:\n.*CUDA out of memory, made up$"):
+        vllm_runs.run_vllm({"compilation_config": {"broken": 1}})
+
+
+def test_one_that_takes_too_long_is_stopped_with_all_it_started(vllm):
+    began = time.monotonic()
+    with pytest.raises(VllmFailed, match=r"(?s)did not end within 4 s.*started (\d+)") as caught:
+        vllm_runs.run_vllm({"enforce_eager": True}, timeout_s=4)
+    assert time.monotonic() - began < 30
+    pid = int(str(caught.value).rpartition("started ")[2].split()[0])
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("what vLLM had started still runs")
+
+
+def test_flags_are_read_by_the_parser_itself(vllm):
+    assert vllm_runs.flags("some/model", "--enforce-eager") == {"enforce_eager": True, "model": "some/model"}
+    assert vllm_runs.flags("--enforce-eager", "false") == {"enforce_eager": True, "model": "false"}
+    assert vllm_runs.flags("--no-enforce-eager") == {"enforce_eager": False, "model": "their/default"}
+    assert "unrecognized arguments: --moon" in vllm_runs.flags("--moon")["error"]
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(vllm_runs, "installed", lambda: False)
+    for call in (lambda: vllm_runs.run_vllm({}), lambda: vllm_runs.flags("x")):
+        with pytest.raises(ModuleNotFoundError, match=r"labkit\[vllm\]"):
+            call()
+
+
+# ---- a running server
+
+METRICS = """# HELP vllm:num_requests_running Number of requests.
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:generation_tokens_total{engine="0"} 10.0
+vllm:generation_tokens_total{engine="1"} 5.0
+python_gc_objects_collected_total{generation="0"} 9.0
+"""
+
+
+@pytest.fixture
+def server():
+    answers = {"/version": '{"version": "0.26.0"}', "/metrics": METRICS}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            text = answers.get(self.path)
+            self.send_response(200 if text else 404)
+            self.end_headers()
+            self.wfile.write((text or "").encode())
+
+        def log_message(self, *args):
+            pass
+
+    serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{serving.server_port}", answers
+    serving.shutdown()
+    serving.server_close()
+
+
+def test_a_server_tells_its_version_and_metrics(server):
+    url, answers = server
+    assert vllm_runs.look(url + "/") == {"version": "0.26.0", "graphs": [], "metrics": {
+        "vllm:num_requests_running": 3.0, "vllm:generation_tokens_total": 15.0}}
+    answers["/metrics"] += "vllm:cudagraph_replays_total 7\n"
+    assert vllm_runs.look(url)["graphs"] == ["vllm:cudagraph_replays_total"]
+
+
+@pytest.mark.parametrize("version", [None, "hello", "[]", json.dumps({"build": 1})])
+def test_what_is_no_vllm_server_is_named(server, version):
+    url, answers = server
+    answers["/version"] = version
+    with pytest.raises(ConnectionError, match=f"{url} does not answer as vLLM does"):
+        vllm_runs.look(url)
+
+
+def test_an_address_that_is_none_is_named(server):
+    with pytest.raises(ConnectionError, match="begins with http"):
+        vllm_runs.look("file:///etc/passwd")
+    with pytest.raises(ConnectionError, match="does not answer"):
+        vllm_runs.look("http://127.0.0.1:1", timeout_s=2)
