@@ -178,16 +178,17 @@ def _parse_flags(words):
 def _in_vllm(options, batches, told):
     """Start vLLM, then time texts of two lengths at each batch size, by labkit's clock; tell what is found line by line."""
     began = time.perf_counter()
-    import torch
     import vllm
-
-    from labkit import timing
 
     def tell(**found):
         with open(told, "a") as file:
             file.write(json.dumps(found) + "\n")
 
     llm = vllm.LLM(**options)
+    import torch
+
+    from labkit import timing
+
     config = llm.llm_engine.vllm_config.compilation_config
     tell(vllm=vllm.__version__, start_s=time.perf_counter() - began, captured_sizes=list(config.cudagraph_capture_sizes or ()),
          cudagraph_mode=str(config.cudagraph_mode).rpartition(".")[2], reserved_gib=torch.cuda.memory_reserved() / 2**30)

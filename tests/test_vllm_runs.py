@@ -23,7 +23,6 @@ INFO 11-30 10:01:00 [cuda_graph.py:97] | 600             | 600           | 0    
 """
 MADE_UP = f'''
 import json, os, sys, types
-from labkit import timing
 __version__ = "0.26.made-up"
 
 
@@ -47,6 +46,8 @@ class LLM:
         config = types.SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4], cudagraph_mode="CUDAGraphMode.FULL_AND_PIECEWISE")
         self.llm_engine = types.SimpleNamespace(vllm_config=types.SimpleNamespace(compilation_config=config), do_log_stats=lambda: None)
         self.written = []
+        from labkit import timing
+        timing.compare = compare
 
     def generate(self, prompts, params, use_tqdm):
         assert params.given["ignore_eos"] and not use_tqdm
@@ -61,9 +62,6 @@ def compare(calls, *, budget_s, target, without_gpu):
         us = 1000.0 * tokens + 5000
         made[tokens] = types.SimpleNamespace(rounds=7, wall_us=types.SimpleNamespace(median=us, low=us - 64, high=us + 64, samples=[us]))
     return made
-
-
-timing.compare = compare
 '''
 PARSER = '''
 import argparse
