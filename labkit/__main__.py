@@ -5,10 +5,10 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
-import re
 import sys
 import time
 from dataclasses import asdict
@@ -16,9 +16,8 @@ from pathlib import Path
 
 import labkit
 from labkit import build as notebooks
-from labkit import machine, recordings
+from labkit import machine, recordings, results
 from labkit.recordings import RecordingError
-from labkit.results import ResultsError
 
 
 class Refusal(Exception):
@@ -199,40 +198,46 @@ def record(args):
 
 def report(args):
     """Write one HTML page: every claim judged, charts, machine, method, tables; or (--check) hold two runs against each other."""
-    from labkit import report, results
+    from labkit import report
     if args.check:
-        if len(args.check) > 2:
-            raise Refusal("--check takes one file of results, or two: before and after")
-        before, after = (results.read(args.check[0]), results.read(args.check[1]) if args.check[1:] else
-                         results.collect(_tables(args.names or results.sent())[0]))
-        shared, apart = results.disagreements(before, after)
-        changed = [f"{name} {before['machine'].get(name)} -> {after['machine'].get(name)}" for name in ("driver", "cuda", "torch")
-                   if before["machine"].get(name) != after["machine"].get(name)]
-        for where, *both in apart:
-            print(f"{where}: speedup {' -> '.join('{:.2f} ({:.2f} to {:.2f})'.format(*speedup) for speedup in both)}")
-        print(f"{len(apart)} of {shared} speedups lie outside of each other's intervals; changed: {', '.join(changed) or 'nothing'}.")
-        return int(bool(apart))
+        return check(args)
     tables, missing = _tables(args.names)
-    _keep(args.out or _new("report", results.machine_of(tables)["gpu"], ".html"), report.page(tables, missing))
+    _keep(args.out or _new("report", results.machine_of(tables), ".html"), report.page(tables, missing))
+
+
+def check(args):
+    """Say where the speedups of two runs on one machine differ; 1 if the intervals of one do not overlap."""
+    before = results.read(args.check)
+    if not args.after and not recordings.tables_are_live():
+        raise Refusal(f"--check measures here, and nothing is measured: {machine.mode().reason}; --after FILE compares two files")
+    after = results.read(args.after) if args.after else results.collect(_tables(args.names or results.sent())[0])
+    shared, apart = results.disagreements(before, after)
+    changed = [f"{name} {before['machine'].get(name)} -> {after['machine'].get(name)}" for name in ("driver", "cuda", "torch")
+               if before["machine"].get(name) != after["machine"].get(name)]
+    for where, *both in apart:
+        print(f"{where}: speedup {' -> '.join('{:.2f} ({:.2f} to {:.2f})'.format(*speedup) for speedup in both)}")
+    print(f"{len(apart)} of {shared} speedups have intervals that do not overlap; changed: {', '.join(changed) or 'nothing'}.")
+    return int(bool(apart))
 
 
 def export(args):
     """Write one small file of results to send to others: no host name, user or path in it."""
-    from labkit import results
     document = results.collect(_tables(results.sent())[0])
     text = json.dumps(document, indent=0, ensure_ascii=False) + "\n"
-    _keep(args.out or _new("results", document["machine"]["gpu"], ".json"), text)
+    _keep(args.out or _new("results", document["machine"], ".json"), text)
 
 
 def compare(args):
     """Put the results in files and folders side by side, here and (--out) as a page; files that are no results are named."""
-    from labkit import report, results
+    import pandas
+
+    from labkit import report
     found, left_out = results.read_all(args.paths)
     for reason in left_out:
         print(f"labkit: {reason}", file=sys.stderr)
     if not found:
         raise Refusal("there are no results to compare: python -m labkit export makes a file of them")
-    print(results.side_by_side(found).fillna("").to_string())
+    print(pandas.DataFrame.from_dict(results.side_by_side(found), orient="index", columns=list(found)).to_string())
     for id in dict.fromkeys(id for document in found.values() for id in document["verdicts"]):
         judged = {name: document["verdicts"].get(id, {}).get("verdict", "not judged") for name, document in found.items()}
         if len(set(judged.values())) > 1:
@@ -243,20 +248,18 @@ def compare(args):
 
 def _tables(names):
     """Gather tables, saying beforehand where they come from, and what is missing."""
-    from labkit import results
-    live = recordings.tables_are_live()
-    print("Measuring here; LABKIT_MODE=recorded takes what was recorded instead." if live else f"From recordings: {machine.mode().reason}.",
-          file=sys.stderr)
+    print("Measuring here, which takes many minutes if no experiment is named; LABKIT_MODE=recorded takes recordings instead."
+          if recordings.tables_are_live() else f"From recordings of {recordings.chosen()}: {machine.mode().reason}.", file=sys.stderr)
     tables, missing = results.gather(names)
     for name, reason in missing.items():
         print(f"labkit: {name} is left out: {reason}", file=sys.stderr)
     return tables, missing
 
 
-def _new(kind, gpu, ending):
+def _new(kind, about, ending):
     """Return a path here, named after the GPU and the day, at which there is no file yet."""
-    name = f"{kind}-{re.sub('[^a-z0-9]+', '-', gpu.lower())}-{time.strftime('%Y-%m-%d')}"
-    paths = (Path(f"{name}{more}{ending}") for more in ("", *(f"-{n}" for n in range(2, 1000))))
+    name = f"{kind}-{machine.slug(about['gpu'])}-{time.strftime('%Y-%m-%d')}"
+    paths = (Path(f"{name}{more}{ending}") for more in itertools.chain([""], map("-{}".format, itertools.count(2))))
     return next(path for path in paths if not path.exists())
 
 
@@ -264,7 +267,7 @@ def _keep(path, text):
     """Write a text, and say where."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     notebooks.write(Path(path), text)
-    print(f"Written: {path} ({len(text.encode()) / 2**20:.1f} MiB)")
+    print(f"Written: {path} ({len(text.encode()) / 1024:,.0f} KiB)")
 
 
 def build(args):
@@ -300,8 +303,8 @@ def parser():
     add[record].add_argument("--out", metavar="DIR", help="where to write (else labkit/recordings)")
     add[report].add_argument("names", nargs="*", metavar="NAME", help="an experiment; none: all")
     add[report].add_argument("--out", metavar="FILE", help="where to write (else report-<gpu>-<day>.html)")
-    add[report].add_argument("--check", nargs="+", metavar="RESULTS",
-                             help="1 if a file of export and a second one, or what is here, disagree beyond their intervals")
+    add[report].add_argument("--check", metavar="BEFORE", help="a file of export: measure again; 1 if intervals do not overlap")
+    add[report].add_argument("--after", metavar="FILE", help="with --check: a second file of export, instead of measuring")
     add[export].add_argument("--out", metavar="FILE", help="where to write (else results-<gpu>-<day>.json)")
     add[compare].add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="files of export, or folders of them")
     add[compare].add_argument("--out", metavar="FILE", help="write a page with charts, too")
@@ -321,7 +324,7 @@ def main(argv=None):
         if (wrong := machine.wrong_settings()) and args.command != "doctor":
             raise Refusal(wrong)
         return args.fn(args) or 0
-    except (Refusal, RecordingError, ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
+    except (Refusal, RecordingError, results.ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 HOLDS, LIMITS, FAILS = "holds", "holds with limits", "does not hold here"
 OUTDATED, UNKNOWN = "outdated", "not measured"
+VERDICTS = (HOLDS, LIMITS, FAILS, OUTDATED, UNKNOWN)
 
 # What it says, the lab and the experiment that test it, the bounds in words, what it means for a user, and the rule.
 Claim = namedtuple("Claim", "id statement lab experiment bounds meaning rule")
@@ -53,7 +54,7 @@ def _launch_cost(table, low=5, high=10):
     driver, torch = costs.median()
     inside = [low <= cost <= high for cost in (driver, torch)]
     least, most = costs.min()["driver"], costs.max()["driver"]
-    return (all(inside), any(inside), (driver, least, torch), "µs",
+    return (all(inside), any(inside), (driver, least, most), "µs",
             f"The driver's launch call takes {least:.1f} to {most:.1f} µs, by the way one looks at it ({driver:.1f} is judged); "
             f"PyTorch's whole cost of one kernel is {torch:.1f} µs.")
 
@@ -102,7 +103,7 @@ def _replay_cost(table, most=15, hundreds=300):
 def _same_ops(table):
     good, kernels = table["result"].astype(bool), table["check"].str.contains("kernel")
     said = "; ".join(f"{check}: {'yes' if ok else 'no'}" for check, ok in zip(table["check"], good, strict=True))
-    return good.all(), good[kernels].all(), (good.sum(), good.sum(), len(good)), "checks", f"The same? {said}."
+    return good.all(), good[kernels].all(), (good.sum(),) * 3, f"of {len(good)} checks agree", f"The same? {said}."
 
 
 def _saving(table, low=1000, high=3000):
@@ -116,7 +117,7 @@ def _saving(table, low=1000, high=3000):
 def _warm_up(table):
     first = table[table["captured"].astype(bool)].groupby("what")["warm_ups"].min()
     most, needed = max(first, default=0), ", ".join(first.index[first > 0]) or "none of them"
-    return (most >= 3, most > 0, (most, 0, most), "warm-up calls",
+    return (most >= 3, most > 0, (most,) * 3, "warm-up calls at most",
             f"Captured cold: {(first == 0).sum()} of {table['what'].nunique()} operations. Warm-up is needed for: "
             f"{needed}; the most that any needed is {most}.")
 
@@ -125,7 +126,7 @@ def _static(table):
     wrong = ~table["raised"].astype(bool) & (table["expected"] != table["got"])
     unused, rebound, kept = (wrong[table["trap"].str.contains(key)].any()
                              for key in ("make the output", "new tensor", "keep the output"))
-    return (rebound and kept and not unused, rebound and kept, (wrong.sum(), wrong.sum(), len(table)), "traps",
+    return (rebound and kept and not unused, rebound and kept, (wrong.sum(),) * 3, f"of {len(table)} traps say nothing",
             f"A new tensor under the old name is {'ignored without a word' if rebound else 'used'}; an output kept "
             f"without clone is {'overwritten by the next replay' if kept else 'kept'}; an output made beforehand is "
             f"{'never written' if unused else 'written'}.")
@@ -153,7 +154,7 @@ def _fixed_shapes(table):
         raise KeyError("row of the wrong shape")
     trap = found.iloc[0]
     silent = not trap["raised"] and trap["expected"] != trap["got"]
-    return (bool(trap["raised"]) or silent, False, (int(silent),) * 3, "silent errors",
+    return (bool(trap["raised"]) or silent, False, (int(silent),) * 3, "of 1 wrong shape taken without a word",
             "An input of another shape is refused." if trap["raised"] else
             f"An input of another shape {'is repeated to fit, without a word' if silent else 'gives the right result'}.")
 
@@ -168,25 +169,25 @@ def _fails(table, *names, group=None):
 
 def _control_flow(table):
     (python, _), (gpu, of) = _fails(table, "if on a shape"), _fails(table, "if on a GPU value", "while on a GPU value")
-    return (python and gpu == of, gpu > 0, (gpu, gpu, of), "kinds of branch on a GPU value that fail",
+    return (python and gpu == of, gpu > 0, (gpu,) * 3, f"of {of} kinds of branch on a GPU value fail",
             f"An if on a Python value {'fails' if python else 'is baked in without a word'}; {gpu} of {of} branches on a GPU "
             "value fail.")
 
 
 def _synchronisation(table):
     fails, of = _fails(table[table["operation"] != "event.record"], group="synchronisation")
-    return fails == of, fails > 0, (fails, fails, of), "ways to wait", f"Of {of} ways to wait for the GPU, {fails} fail."
+    return fails == of, fails > 0, (fails,) * 3, f"of {of} ways to wait fail", f"Of {of} ways to wait for the GPU, {fails} fail."
 
 
 def _allocation(table):
     fails, of = _fails(table, "allocate 256 MiB", "allocate and free in turns")
-    return (fails == of, fails > 0, (fails, fails, of), "steps that allocate",
+    return (fails == of, fails > 0, (fails,) * 3, f"of {of} steps that allocate fail",
             f"Of {of} steps that make new tensors, {of - fails} are captured: the memory comes from the graph's own pool.")
 
 
 def _operations(table, some=0.05):
     fails, of = int((table["captured"] != True).sum()), len(table)  # noqa: E712
-    return (fails >= some * of, fails > 0, (fails, fails, of), "operations",
+    return (fails >= some * of, fails > 0, (fails,) * 3, f"of {of} operations fail",
             f"Of {of} operations tried, {fails} cannot be captured, even after a warm-up.")
 
 

@@ -1,12 +1,14 @@
 """What a captured decoder replays: one step of a causal LM over a static cache, on tensors that stay where they are."""
 
 import contextlib
+import copy
 import inspect
 import re
 
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import StaticCache, cache_utils
+from transformers.cache_utils import StaticLayer
 
 WHOLE = {"StaticSlidingWindowLayer": "StaticLayer",
          "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer"}
@@ -245,11 +247,52 @@ class StaticStep:
         own, made = (masks if isinstance(masks, dict) else {None: masks} for masks in (own, made))
         return any(own[name] is not made[name] and not torch.equal(own[name], made[name]) for name in own)
 
+    def over_rows(self, buffers, places, tokens, active):
+        """Return a RowsStep of this model over other buffers: keys and values of each layer in turns, (rows, heads, length, width)."""
+        step, size = copy.copy(self), len(places)
+        step.slot, step.token, step.position = places[:, None], tokens, places[:, None]
+        step.valid = torch.ones(size, self.max_length, dtype=torch.bool, device=places.device)
+        step.skipped, step.cache, rows = torch.zeros_like(tokens), copy.copy(self.cache), torch.arange(size, device=places.device)
+        step.cache.layers = [RowLayer(keys[:size], values[:size], rows, places) for keys, values in zip(buffers[::2], buffers[1::2])]
+        inputs, masks = self.template
+        inputs = inputs | {"input_ids": tokens, self.keyword: step.cache}
+        step.template = inputs | ({"position_ids": step.position} if "position_ids" in inputs else {}), masks
+        return RowsStep(step, places, tokens, active)
+
     def edges(self):
         """Return the lengths, below max_length, at which something in the model may change: windows, chunks and the like."""
         config = self.model.config.get_text_config(decoder=True).to_dict()
         named = [value for name, value in config.items() if re.search(r"window|chunk|topk|original_max_position", name)]
         return sorted({value for value in named if type(value) is int and 1 < value < self.max_length})
+
+
+class RowLayer(StaticLayer):
+    """A layer of a static cache in which each row writes at a place of its own; keys and values are the first rows' views."""
+
+    def __init__(self, keys, values, rows, places):
+        super().__init__(max_cache_len=keys.shape[2])
+        self.keys, self.values, self.rows, self.places = keys, values, rows, places
+        self.cumulative_length, self.is_initialized = places, True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Write one token a row, (rows, heads, 1, width), each at its place; returns all keys and values of these rows."""
+        self.keys[self.rows, :, self.places] = key_states[:, :, 0]
+        self.values[self.rows, :, self.places] = value_states[:, :, 0]
+        return self.keys, self.values
+
+
+class RowsStep:
+    """One greedy step of rows at places of their own: rows in use move on by one place, the others stay at place 0."""
+
+    def __init__(self, step, places, tokens, active):
+        self.step, self.places, self.tokens, self.active = step, places, tokens, active
+
+    def __call__(self):
+        """Make each row's token, (rows, 1), the next one, and return them."""
+        inputs = {**self.step.template[0], "attention_mask": self.step._masks()}
+        self.tokens.copy_(self.step._forward(inputs).argmax(-1, keepdim=True))
+        self.places.add_(1).mul_(self.active)
+        return self.tokens
 
 
 def cache_keyword(model):

@@ -56,7 +56,12 @@ class Machine:
 
     @property
     def slug(self):
-        return re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-") if self.gpu else None
+        return slug(self.gpu) if self.gpu else None
+
+
+def slug(gpu):
+    """Return a GPU's name as part of a file's name: "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "gpu"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from labkit import machine
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "recordings"
-MEASURING = ("timing", "explain", "watch", "contents", "graphs", "buckets", "models", "architectures", "decoding", "decode", "serving",
+MEASURING = ("timing", "explain", "watch", "contents", "graphs", "buckets", "models", "architectures", "decoding", "decode", "batching", "serving",
              "trace", "vllm_runs", "isolate", "operations", "examine", "experiments")
 FIELDS = {"schema": int, "kind": str, "name": str, "command": str, "commit": str, "code_hash": str,
           "recorded_at": str, "machine": dict, "method": dict, "params": dict}

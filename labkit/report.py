@@ -5,7 +5,7 @@ import datetime
 from collections import Counter
 from pathlib import Path
 
-from labkit import __version__, charts, claims, launch_model, recordings, results
+from labkit import __version__, charts, claims, experiments, launch_model, recordings, results
 
 LARGEST = 5 * 2**20  # bytes of a page
 MARKS = {claims.HOLDS: "✓", claims.LIMITS: "≈", claims.FAILS: "✗", claims.OUTDATED: "⌛", claims.UNKNOWN: "○"}
@@ -17,33 +17,30 @@ MACHINE = {"gpu": "GPU", "sm_count": "multiprocessors", "memory_gib": "memory (G
 def page(tables, missing=None):
     """Return the report on {experiment: table} as HTML; `missing` says why others are not in it: {experiment: reason}."""
     told = [table.attrs["provenance"] for table in tables.values()]
-    about, verdicts = results.machine_of(tables), results.judged(tables)
-    pictures, reasons = [], dict(missing or {})
+    about, pictures, reasons = results.machine_of(tables), [], dict(missing or {})
+    verdicts, unknown = [], []
+    for verdict in results.judged(tables):
+        (unknown if verdict.verdict == claims.UNKNOWN else verdicts).append(verdict)
     for wanted, draw in PICTURES:
         if all(name in tables for name in wanted):
             try:
                 pictures.append(_picture(draw(*(tables[name] for name in wanted)), wanted))
-            except ValueError as error:  # a table without what this picture shows
+            except (ValueError, KeyError) as error:  # a table without what this picture shows
                 reasons.setdefault(" and ".join(wanted), str(error).splitlines()[0])
-    html = _filled("report.html", title=f"CUDA Graphs on {about['gpu']}", labels=list(dict.fromkeys(one["label"] for one in told)),
-                   machine={name: about[key] for key, name in MACHINE.items() if about.get(key) is not None},
-                   verdicts=verdicts, marks=MARKS, counts=Counter(v.verdict for v in verdicts), say=_number, pictures=pictures,
+    return _filled("report.html", title=f"CUDA Graphs on {about['gpu']}", labels=list(dict.fromkeys(one["label"] for one in told)),
+                   machine={name: about[key] for key, name in MACHINE.items() if about.get(key) is not None}, verdicts=verdicts,
+                   unknown=unknown, marks=MARKS, counts=Counter(v.verdict for v in verdicts), say=_number, pictures=pictures,
                    method=_method(tables), tables=list(map(_download, tables.values(), tables)), missing=reasons)
-    return _fits(html)
 
 
 def board(documents, left_out=()):
     """Return {name: results} side by side as HTML, with what was left out and why."""
     pictures = [_picture(chart, (name,)) for name in results.TABLES if name.startswith("sweep_")
                 for chart in [_speedups(documents, name)] if chart]
-    names = list(documents)
-    verdicts = [(claim, [documents[name]["verdicts"].get(id) for name in names]) for id, claim in claims.CLAIMS.items()]
-    glance = results.side_by_side(documents).astype(object)
-    html = _filled("board.html", title="CUDA Graphs on several GPUs", names=names, marks=MARKS, say=_number, pictures=pictures,
-                   labels=[f"{name}: {'LIVE' if d['live'] else 'RECORDED'}, exported {d['made_at']}" for name, d in documents.items()],
-                   glance=[(what, ["" if value is None else value for value in row]) for what, row in glance.T.items()],
-                   verdicts=verdicts, left_out=list(left_out))
-    return _fits(html)
+    verdicts = [(claim, [document["verdicts"].get(id) for document in documents.values()]) for id, claim in claims.CLAIMS.items()]
+    return _filled("board.html", title="CUDA Graphs on several GPUs", names=list(documents), marks=MARKS, say=_number, pictures=pictures,
+                   labels=[f"{name}: {results.when(document)}" for name, document in documents.items()],
+                   glance=results.side_by_side(documents), verdicts=verdicts, left_out=list(left_out))
 
 
 def _filled(template, **given):
@@ -51,26 +48,29 @@ def _filled(template, **given):
 
     rooms = jinja2.FileSystemLoader(Path(__file__).with_name("pages"))
     environment = jinja2.Environment(loader=rooms, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
-
-
-def _fits(html):
+    html = environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
     if (size := len(html.encode())) > LARGEST:
-        raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, more than {LARGEST >> 20}: name fewer experiments")
+        raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, and a page takes at most {LARGEST >> 20}: put less on it")
     return html
 
 
-def _picture(chart, experiments):
-    png = base64.b64encode(chart.png).decode()
-    return {"png": png, "width": int.from_bytes(chart.png[16:20], "big") * charts.PIXELS // chart.dpi, "text": str(chart),
-            "experiments": " and ".join(experiments)}
+def _picture(chart, names):
+    return {"png": base64.b64encode(chart.png).decode(), "width": chart.width, "text": str(chart),
+            "measured": [(name, _purpose(name)) for name in names]}
 
 
-def _number(value):
-    """Return a number as one reads it: three digits, thousands apart."""
+def _purpose(name):
+    """Return in one sentence what an experiment does."""
+    return (experiments.EXPERIMENTS[name].__doc__ or "").partition("\n")[0]
+
+
+def _number(value, unit):
+    """Return a number with its unit as one reads it: three digits, thousands apart, shares in percent."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+    if unit == "share":
+        return f"{value:.0%}"
+    return f"{value:,.0f} {unit}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g} {unit}"
 
 
 def _method(tables):
@@ -86,7 +86,7 @@ def _download(table, name):
     """Return a table as a file to keep: its name, rows, where it is from, and its numbers as CSV, lists left out."""
     lists = [column for column in table if table[column].map(lambda value: isinstance(value, (list, dict))).any()]
     csv = table.drop(columns=lists).to_csv(index=False)
-    return {"name": name, "rows": len(table), "label": table.attrs["provenance"]["label"], "left_out": lists,
+    return {"name": name, "purpose": _purpose(name), "rows": len(table), "label": table.attrs["provenance"]["label"], "left_out": lists,
             "csv": base64.b64encode(csv.encode()).decode()}
 
 
@@ -99,11 +99,10 @@ def _speedups(documents, sweep):
     if not rows:
         return None
     table = pandas.DataFrame(rows).sort_values(["gpu", "batch"])
-    table.attrs["provenance"] = {"label": "as sent: see above for each"}
-    one = rows[0]
-    size = f"{one['layers']} layers, width {one['width']:,}, length {one['length']:,}"
+    labels = [f"{name}: {results.when(document)}" for name, document in documents.items() if name in set(table["gpu"])]
+    table.attrs["provenance"] = {"label": "; ".join(labels)}
     return charts.lines(table, "batch", "speedup", by="gpu", log=("x",), y_label="times as fast as eager", x_label="batch size",
-                        title=f"{charts.MODELS.get(one['model'], one['model'])}, {size}, float16: speedup by a graph")
+                        title=f"{charts.curve_name(rows[0])}: speedup by a graph")
 
 
 def _curve(table):
@@ -135,7 +134,7 @@ def _break_even(table):
 
 def _again(table):
     table = table.assign(process=table["run"].map("process {}".format))
-    return charts.bars(table, "process", "speedup", title="The same speedup in processes of their own",
+    return charts.bars(table, "process", "speedup", title="The same speedup, measured six times",
                        value_label="times as fast as eager")
 
 
@@ -168,6 +167,6 @@ PICTURES = (
     (("sweep_transformer",), lambda t: charts.sweep(_curve(t))),
     (("sweep_gpt2",), lambda t: charts.sweep(_curve(t))),
     (("sweep_gpt2", "ceilings"), lambda t, ceilings: charts.roofline(_curve(t), ceilings)),
-    (("launch_constants", "sweep_mlp", "sweep_transformer", "sweep_gpt2"), _predictions),
+    (("launch_constants", "sweep_mlp", "sweep_transformer", "sweep_gpt2", "sweep_llama"), _predictions),
     (("repeatability",), _again),
 )

@@ -4,23 +4,24 @@ A file of results (JSON) holds the machine without names or paths, the verdict o
 compared by. What others send is checked before a word of it is shown.
 """
 
-import datetime
-import hashlib
 import json
-import statistics
-from dataclasses import asdict, fields
+import stat
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from labkit import claims, experiments, machine, recordings
+from labkit.experiments.sweeps import INPUTS
 
 KIND, SCHEMA = "labkit results", 1
-LARGEST, MOST_ROWS, LONGEST = 2 * 2**20, 2000, 120  # bytes of a file, rows of a table, characters of a text
-POINT = ("model", "layers", "width", "length", "precision", "batch")
+LARGEST = 2 * 2**20  # bytes of a file
+POINT = (*INPUTS, "batch")
+SPEEDS = ("speedup", "eager_wall_us", "graph_wall_us")
 TABLES = {  # which columns name a row, and which numbers of it travel, each with its interval
-    "launch_cost": (("what", "layer", "kernels"), ("cost_us",)),
-    "idle_sweep": (("layers", "width", "batch"), ("idle_share", "speedup")),
-    **{f"sweep_{model}": (POINT, ("speedup", "eager_wall_us", "graph_wall_us")) for model in ("mlp", "transformer", "gpt2", "llama")}}
-VERDICTS = (claims.HOLDS, claims.LIMITS, claims.FAILS, claims.OUTDATED, claims.UNKNOWN)
+    "launch_cost": (("what", "layer", "kernels"), ("cost_us",)), "idle_sweep": (("layers", "width", "batch"), ("idle_share", "speedup")),
+    **{f"sweep_{model}": (POINT, SPEEDS) for model in ("mlp", "transformer", "gpt2", "llama")}}
+PLAIN = r"\A[^<>&\"'`$\\{}\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]*\Z"  # nothing to HTML or matplotlib
+SAID = {"pattern": "it is empty, or has characters that could be markup", "maxLength": "it is too long", "anyOf": "it is no number, short text or null",
+        "minItems": "it has no rows", "maxItems": "it has more rows than such a table has", "enum": "it is none of those there are"}
 SAME = ("gpu", "sm_count", "cpu", "cores")  # what makes two runs runs on one machine; driver and torch may have changed
 
 
@@ -60,8 +61,15 @@ def sent():
 
 
 def judged(tables):
-    """Return the Verdict on every claim, in order: "not measured" where its table is missing."""
-    return [claims.judge(id, tables.get(claim.experiment)) for id, claim in claims.CLAIMS.items()]
+    """Return the Verdict on every claim, in order: "not measured", and why, where its table is missing or lacks something."""
+    found = []
+    for id, claim in claims.CLAIMS.items():
+        try:
+            found.append(claims.judge(id, tables.get(claim.experiment)))
+        except ValueError as error:
+            found.append(claims.judge(id))
+            found[-1] = replace(found[-1], why=str(error))
+    return found
 
 
 def machine_of(tables):
@@ -74,13 +82,14 @@ def machine_of(tables):
 
 def collect(tables):
     """Return results as a document to be sent: plain JSON, small, no host names, users or paths."""
-    verdicts = {v.claim.id: {"verdict": v.verdict, **{end: _short(getattr(v, end)) for end in ("number", "low", "high")},
-                             "unit": v.unit} for v in judged(tables)}
+    told, known = [table.attrs["provenance"] for table in tables.values()], {field.name for field in fields(machine.Machine)}
+    dates, verdicts = [one["date"] for one in told], {
+        v.claim.id: {"verdict": v.verdict, **{end: _short(getattr(v, end)) for end in ("number", "low", "high")}, "unit": v.unit}
+        for v in judged(tables)}
     rows = {name: _rows(tables[name], *columns) for name, columns in TABLES.items() if name in tables}
-    known, described = {field.name for field in fields(machine.Machine)}, machine_of(tables)
-    document = {"kind": KIND, "schema": SCHEMA, "made_at": datetime.date.today().isoformat(),
-                "live": any(table.attrs["provenance"]["live"] for table in tables.values()),
-                "machine": {name: value for name, value in described.items() if name in known},
+    document = {"kind": KIND, "schema": SCHEMA, "measured_from": min(dates), "measured_until": max(dates),
+                "live": any(one["live"] for one in told), "older_code": any(one["stale"] for one in told),
+                "machine": {name: value for name, value in machine_of(tables).items() if name in known},
                 "verdicts": verdicts, "tables": {name: found for name, found in rows.items() if found}}
     if wrong := _what_is_wrong(document):
         raise ResultsError(f"these results cannot be sent: {wrong}")
@@ -99,128 +108,117 @@ def _short(value):
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+# ---- what others send
+
 def read(path):
     """Return the results in a file; ResultsError says what is wrong with it, whoever made it."""
     path = Path(path)
     try:
-        if (size := path.stat().st_size) > LARGEST:
-            raise ResultsError(f"{path.name} is left out: it is {size / 2**20:.0f} MiB large, and results take at most {LARGEST >> 20}")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ResultsError(f"{path.name} is left out: it is no file")
+        if found.st_size > LARGEST:
+            raise ResultsError(f"{path.name} is left out: it is {found.st_size / 2**20:.0f} MiB large, and results take at most 2")
         document = json.loads(path.read_text("utf-8"), parse_constant=_no_number)
         wrong = _what_is_wrong(document)
     except (OSError, ValueError, RecursionError) as error:
-        wrong = f"it cannot be read ({(str(error) or type(error).__name__).splitlines()[0][:LONGEST]})"
+        wrong = f"it cannot be read ({(str(error) or type(error).__name__).splitlines()[0][:120]})"
     if wrong:
         raise ResultsError(f"{path.name} is left out: {wrong}")
     return document
 
 
 def read_all(paths):
-    """Return the results in files and folders (of *.json), and why others are left out: ({name: document}, [reason])."""
-    files, reasons, found, seen = [], [], {}, {}
+    """Return the results in files and folders (of *.json), and why others are left out: ({name: document}, [reason]).
+
+    A name is the GPU's; where several have the same GPU, the file's stands behind it.
+    """
+    files, reasons, found = [], [], {}
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
-    for path in files:
+    for path in dict.fromkeys(path.absolute() for path in files):
         try:
             document = read(path)
         except ResultsError as error:
             reasons.append(str(error))
             continue
-        mark = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-        if mark in seen:
-            reasons.append(f"{path.name} is left out: it is the same as {seen[mark]}")
-            continue
-        seen[mark] = path.name
-        found[_name(document, found)] = document
-    return found, reasons
-
-
-def _name(document, taken):
-    """Return what to call results among others: the GPU, and what tells them apart."""
-    about = document["machine"]
-    gpu = about["gpu"]
-    tries = (gpu, f"{gpu}, torch {about.get('torch')}", f"{gpu}, driver {about.get('driver')}", f"{gpu}, {document['made_at']}")
-    return next((name for name in tries if name not in taken), f"{gpu} ({len(taken) + 1})")
+        twin = next((other for other, one in found.items() if one == document), None)
+        if twin:
+            reasons.append(f"{path.name} is left out: it holds the same as {twin.name}")
+        else:
+            found[path] = document
+    gpus = [document["machine"]["gpu"] for document in found.values()]
+    named = {}
+    for path, document in found.items():
+        gpu = document["machine"]["gpu"]
+        name = gpu if gpus.count(gpu) == 1 else f"{gpu} ({_plain(path.stem)})"
+        named[name if name not in named else f"{name}, {len(named) + 1}"] = document
+    return named, reasons
 
 
 def _no_number(word):
     raise ValueError(f"{word} is no number that results may hold")
 
 
+def _plain(text):
+    """Return a text with nothing in it that HTML or matplotlib would take for more than letters."""
+    return "".join(letter if letter.isalnum() or letter in " ._-" else "_" for letter in text)[:60]
+
+
+def _shape():
+    """Return the JSON Schema of results: short plain texts, numbers that are some, no columns but those that are known."""
+    text = {"type": "string", "maxLength": 120, "pattern": PLAIN}
+    number = {"type": "number", "minimum": -1e300, "maximum": 1e300}
+    value, maybe = {"anyOf": [text, number, {"type": "null"}]}, {"anyOf": [number, {"type": "null"}]}
+
+    def exactly(**properties):
+        return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+    def rows(keys, numbers):
+        ends = {f"{name}{end}": number for name in numbers for end in ("", "_low", "_high")}
+        return {"type": "array", "minItems": 1, "maxItems": 2000, "items": exactly(**dict.fromkeys(keys, value), **ends)}
+
+    verdict = exactly(verdict={"enum": list(claims.VERDICTS)}, number=maybe, low=maybe, high=maybe, unit=text)
+    about = dict.fromkeys((field.name for field in fields(machine.Machine)), value) | {"gpu": text | {"pattern": rf"(?=.*\S){PLAIN}"}}
+    date = {"type": "string", "format": "date"}
+    return exactly(kind={"const": KIND}, schema={"const": SCHEMA}, measured_from=date, measured_until=date, live={"type": "boolean"},
+                   older_code={"type": "boolean"},
+                   machine={"type": "object", "properties": about, "required": ["gpu"], "additionalProperties": False},
+                   verdicts={"type": "object", "properties": dict.fromkeys(claims.CLAIMS, verdict), "additionalProperties": False},
+                   tables={"type": "object", "additionalProperties": False,
+                           "properties": {name: rows(*columns) for name, columns in TABLES.items()}})
+
+
 def _what_is_wrong(document):
     """Return what keeps a document from being results that can be shown ("" if nothing)."""
+    import jsonschema
+
     if not isinstance(document, dict) or document.get("kind") != KIND:
         return "it does not hold results of python -m labkit export"
     schema = document.get("schema")
-    if type(schema) is not int or schema != SCHEMA:
-        newer = type(schema) is int and schema > SCHEMA
-        said = schema if type(schema) is int else "that is no number"
-        return f"it has schema {said}, and this labkit reads {SCHEMA}: {'update labkit here' if newer else 'export it anew'}"
-    about, verdicts, tables = (document.get(name) for name in ("machine", "verdicts", "tables"))
-    if not all(isinstance(part, dict) for part in (about, verdicts, tables)) or type(document.get("live")) is not bool:
-        return "machine, verdicts or tables are not there, or not what they should be"
-    if not _is_date(document.get("made_at")):
-        return "its date is none"
-    if not isinstance(about.get("gpu"), str) or not about["gpu"].strip():
-        return "it does not say which GPU it comes from"
-    known = {field.name for field in fields(machine.Machine)}
-    if wrong := [name for name, value in about.items() if name not in known or not _is_plain(value)]:
-        return f"its machine has {_quoted(wrong[0])}, which is unknown or no plain value"
-    for id, verdict in verdicts.items():
-        if id not in claims.CLAIMS:
-            return f"it judges {_quoted(id)}, which is no claim here"
-        if not isinstance(verdict, dict) or set(verdict) != {"verdict", "number", "low", "high", "unit"} \
-                or verdict["verdict"] not in VERDICTS or not all(map(_is_plain, verdict.values())) \
-                or any(isinstance(verdict[end], str) for end in ("number", "low", "high")):
-            return f"its verdict on {id} is none"
-    for name, rows in tables.items():
-        if wrong := _wrong_table(name, rows):
-            return f"its table {_quoted(name)} {wrong}"
+    if type(schema) is int and schema != SCHEMA:
+        return f"it has schema {str(schema)[:9]}, and this labkit reads {SCHEMA}: {'update labkit' if schema > SCHEMA else 'export it anew'}"
+    checker = jsonschema.Draft202012Validator(_shape(), format_checker=jsonschema.FormatChecker(["date"]))
+    if error := next(checker.iter_errors(document), None):
+        where = ".".join(ascii(step)[:40].strip("'") for step in error.absolute_path) or "the file"
+        return f"{where} is not what it should be: {SAID.get(error.validator) or ascii(error.message)[1:-1][:150]}"
+    for name, rows in document["tables"].items():
+        keys, numbers = TABLES[name]
+        for row in rows:
+            for number in numbers:
+                if not row[f"{number}_low"] <= row[number] <= row[f"{number}_high"]:
+                    return f"table {name} has a row whose {number} is not within its interval"
+            if "speedup" in numbers and row["speedup_low"] <= 0:
+                return f"table {name} has a speedup that is not above 0"
+        if len({tuple(map(str, (row[key] for key in keys))) for row in rows}) < len(rows):
+            return f"table {name} has the same row twice"
     return ""
 
 
-def _wrong_table(name, rows):
-    if name not in TABLES:
-        return "is unknown here"
-    if not isinstance(rows, list) or not 0 < len(rows) <= MOST_ROWS:
-        return f"has no rows, or more than {MOST_ROWS:,}"
-    keys, numbers = TABLES[name]
-    columns = {*keys, *(f"{number}{end}" for number in numbers for end in ("", "_low", "_high"))}
-    for row in rows:
-        if not isinstance(row, dict) or set(row) != columns or not all(map(_is_plain, row.values())):
-            return "has a row with other columns or values than such a row has"
-        for number in numbers:
-            low, value, high = (row[f"{number}{end}"] for end in ("_low", "", "_high"))
-            if not all(_is_number(v) for v in (low, value, high)) or not low <= value <= high:
-                return f"has a row whose {number} is not within its interval"
-    if len({tuple(row[key] for key in keys) for row in rows}) < len(rows):
-        return "has the same row twice"
-    return ""
-
-
-def _is_number(value):
-    return type(value) in (int, float) and abs(value) < 1e300
-
-
-def _is_plain(value):
-    """Say whether a value is a number, nothing, or a short line of text that means nothing to HTML or matplotlib."""
-    if isinstance(value, str):
-        return len(value) <= LONGEST and value.isprintable() and not set(value) & set("<>&\"'`$\\{}")
-    return value is None or _is_number(value)
-
-
-def _is_date(value):
-    try:
-        return isinstance(value, str) and datetime.date.fromisoformat(value).isoformat() == value
-    except ValueError:
-        return False
-
-
-def _quoted(word):
-    return ascii(str(word)[:40])
-
+# ---- several side by side
 
 def disagreements(before, after):
-    """Return (how many speedups both have, those whose intervals do not touch), for two runs on one machine.
+    """Return (how many speedups both have, those whose intervals do not overlap), for two runs on one machine.
 
     Each of those is (where, speedup before, speedup after), a speedup as (value, low, high). Raises ResultsError for other
     machines, or where nothing can be compared. Only ratios are held against each other: of raw times the interval holds one
@@ -246,29 +244,37 @@ def disagreements(before, after):
 
 
 def side_by_side(documents):
-    """Return what tells GPUs apart at a glance as a table, one column for each of {name: results}; None where not measured."""
-    import pandas
-
-    return pandas.DataFrame({name: _glance(document) for name, document in documents.items()}, dtype=object)
+    """Return what tells GPUs apart at a glance, {what: [a text for each of {name: results}]}; "" where not measured."""
+    found = list(map(_glance, documents.values()))
+    return {what: [one.get(what, "") for one in found] for what in dict.fromkeys(what for one in found for what in one)}
 
 
 def _glance(document):
+    from labkit.charts import curve_name, time
+
     tables, about = document["tables"], document["machine"]
 
     def middle(name, column, **wanted):
-        rows = [row[column] for row in tables.get(name, ()) if all(row[key] == value for key, value in wanted.items())]
-        return statistics.median(rows) if rows else None
+        rows = sorted(row[column] for row in tables.get(name, ()) if all(row[key] == value for key, value in wanted.items()))
+        return (rows[(len(rows) - 1) // 2] + rows[len(rows) // 2]) / 2 if rows else None
 
-    seen = {"exported": document["made_at"], "driver": about.get("driver"), "torch": about.get("torch"),
-            "one launch, by PyTorch (µs)": middle("launch_cost", "cost_us", layer="torch", kernels=1),
-            "one launch, the driver alone (µs)": middle("launch_cost", "cost_us", layer="driver", kernels=1),
-            "GPU idle at batch 1, median over transformers": middle("idle_sweep", "idle_share", batch=1)}
+    idle = middle("idle_sweep", "idle_share", batch=1)
+    costs = {who: middle("launch_cost", "cost_us", layer=layer, kernels=1) for who, layer in (("PyTorch", "torch"), ("the driver alone", "driver"))}
+    seen = {"measured": when(document), "driver": about.get("driver"), "PyTorch": about.get("torch"),
+            **{f"one launch, by {who}": cost and time(cost) for who, cost in costs.items()},
+            "GPU idle at batch 1, eager, median of the transformers": idle and f"{idle:.0%}"}
     for name in TABLES:
-        if name.startswith("sweep_"):
-            for row in first_curve(tables.get(name, ())):
-                if row["batch"] in (1, 32):
-                    seen[f"{row['model']}, {row['layers']} layers of {row['width']:,}: speedup at batch {row['batch']}"] = row["speedup"]
-    return {what: f"{value:.3g}" if isinstance(value, float) else value for what, value in seen.items()}
+        for row in first_curve(tables[name]) if name.startswith("sweep_") and name in tables else ():
+            if row["batch"] in (1, 32):
+                at = f"{curve_name(row)}, batch {row['batch']}"
+                seen[at] = f"{row['speedup']:.2f} times as fast ({time(row['eager_wall_us'])} eager, {time(row['graph_wall_us'])} as a graph)"
+    return {what: str(value) for what, value in seen.items() if value is not None}
+
+
+def when(document):
+    """Say when results were measured, and how one knows."""
+    days = dict.fromkeys((document["measured_from"], document["measured_until"]))
+    return f"{' to '.join(days)}, {'live' if document['live'] else 'recorded'}{', by an earlier version' * document['older_code']}"
 
 
 def first_curve(rows):

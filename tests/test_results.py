@@ -57,10 +57,11 @@ def test_a_point_that_was_skipped_is_not_sent(tables, sent):
 
 @pytest.mark.parametrize("text, why", [
     ("", "cannot be read"), ("[1, 2", "cannot be read"), ("[" * 100_000, "cannot be read"), ("[]", "does not hold results"),
-    ('{"kind": "labkit results"}', "schema that is no number"), ("NaN", "NaN is no number"), ('"é"', "does not hold results"),
+    ('{"kind": "labkit results"}', "'schema' is a required property"), ("NaN", "NaN is no number"), ('"é"', "does not hold results"),
     ('{"kind": "labkit results", "schema": 2}', "has schema 2, and this labkit reads 1: update labkit"),
     ('{"kind": "labkit results", "schema": 0}', "has schema 0, and this labkit reads 1: export it anew"),
-    ('{"kind": "labkit results", "schema": 1, "live": true}', "machine, verdicts or tables are not there")])
+    ('{"kind": "labkit results", "schema": 1e999}', "schema is not what it should be"),
+    ('{"kind": "labkit results", "schema": 1, "live": true}', "'measured_from' is a required property")])
 def test_files_that_are_no_results_are_named(kept, text, why):
     with pytest.raises(ResultsError, match=f"a.json is left out: .*{why}"):
         results.read(kept(text))
@@ -78,21 +79,21 @@ SWEEP = "tables", "sweep_gpt2"
 
 
 @pytest.mark.parametrize("do, why", [
-    (change("machine", "gpu", to="<script>alert(1)</script>"), "its machine has 'gpu'"),
-    (change("machine", "gpu", to="$\\frac$"), "its machine has 'gpu'"), (change("machine", "gpu", to=7), "which GPU"),
-    (change("machine", "gpu", to="x" * 121), "its machine has 'gpu'"), (change("machine", "gpu", to="a\u202eb"), "its machine has 'gpu'"),
-    (change("machine", "hostname", to="box"), "its machine has 'hostname'"), (change("machine", "gpu", to=" "), "which GPU"),
-    (change("machine", "torch", to=["2.11"]), "its machine has 'torch'"), (change("made_at", to="yesterday"), "its date is none"),
-    (change("live", to="yes"), "machine, verdicts or tables"), (change("verdicts", "moon", to={}), "judges 'moon'"),
-    (change("verdicts", "share", to="holds"), "verdict on share is none"),
-    (change("verdicts", "share", "verdict", to="holds <b>"), "verdict on share is none"),
-    (change("verdicts", "share", "number", to="many"), "verdict on share is none"),
-    (change("verdicts", "share", "number", to=10**400), "verdict on share is none"),
-    (change("tables", "sweep_moon", to=[]), "table 'sweep_moon' is unknown"), (change(*SWEEP, to=[]), "has no rows"),
-    (change(*SWEEP, to=[{}] * 2001), "more than 2,000"), (change(*SWEEP, 0, to={"a": 1}), "other columns"),
-    (change(*SWEEP, 0, "speedup", to=True), "other columns"), (change(*SWEEP, 0, "speedup", to="3"), "speedup is not within"),
-    (change(*SWEEP, 0, "speedup", to=1e9), "speedup is not within"), (change(*SWEEP, 0, "model", to={"a": 1}), "other columns"),
-    (change(*SWEEP, 0, "speedup", to=None), "speedup is not within")])
+    *((change("machine", "gpu", to=gpu), "machine.gpu .*could be markup") for gpu in (
+        "<script>alert(1)</script>", "$\\frac$", "a\u202eb", "a\n", "&lt;", " ", "")),
+    (change("machine", "gpu", to=7), "machine.gpu"), (change("machine", "gpu", to="x" * 121), "machine.gpu .* too long"),
+    (change("machine", "hostname", to="box"), "machine .*'hostname'"), (change("machine", to={}), "'gpu' is a required"),
+    (change("machine", "torch", to=["2.11"]), "machine.torch .* no number, short text or null"),
+    (change("measured_from", to="yesterday"), "measured_from .* not a 'date'"), (change("live", to="yes"), "live is not"),
+    (change("verdicts", "moon", to={}), "verdicts .*'moon'"), (change("verdicts", "share", to="holds"), "verdicts.share"),
+    (change("verdicts", "share", "verdict", to="holds <b>"), "verdicts.share.verdict .* none of those"),
+    *((change("verdicts", "share", "number", to=number), "verdicts.share.number") for number in ("many", 10**400, True, 1e301)),
+    (change("tables", "sweep_moon", to=[]), "tables .*'sweep_moon'"), (change(*SWEEP, to=[]), "sweep_gpt2 .* no rows"),
+    (change(*SWEEP, to=[{}] * 2001), "sweep_gpt2"), (change(*SWEEP, 0, to={"a": 1}), "sweep_gpt2.0"),
+    *((change(*SWEEP, 0, "speedup", to=speedup), "sweep_gpt2.0.speedup") for speedup in (True, "3", None)),
+    (change(*SWEEP, 0, "model", to={"a": 1}), "sweep_gpt2.0.model"),
+    (change(*SWEEP, 0, "speedup", to=1e9), "speedup is not within its interval"),
+    (change(*SWEEP, 0, "speedup_low", to=-1.0), "speedup that is not above 0")])
 def test_what_could_do_harm_is_refused_by_name(document, kept, do, why):
     do(document)
     with pytest.raises(ResultsError, match=f"a.json is left out: .*{why}"):
@@ -101,7 +102,7 @@ def test_what_could_do_harm_is_refused_by_name(document, kept, do, why):
 
 def test_the_same_row_twice_and_a_huge_file_are_refused(document, kept):
     document["tables"]["launch_cost"].append(document["tables"]["launch_cost"][0])
-    with pytest.raises(ResultsError, match="'launch_cost' has the same row twice"):
+    with pytest.raises(ResultsError, match="launch_cost has the same row twice"):
         results.read(kept(document))
     with pytest.raises(ResultsError, match="it is 3 MiB large, and results take at most 2"):
         results.read(kept(" " * 3 * 2**20))
@@ -123,19 +124,29 @@ def test_mangled_files_are_read_or_refused_and_nothing_else(document, kept):
     assert refused > 250
 
 
-def test_a_folder_is_read_and_duplicates_are_named(document, kept, tmp_path):
+def test_a_folder_is_read_and_what_is_left_out_is_named(document, kept, tmp_path):
     kept(document), kept(document, "b.json"), kept("{", "c.json"), kept("{", "not-read.txt")
+    os.mkfifo(tmp_path / "e.json")
+    (tmp_path / "f.json").mkdir()
     document["machine"]["torch"] = "2.13.0"
     kept(document, "d.json")
-    found, reasons = results.read_all([tmp_path, tmp_path / "none.json"])
-    assert list(found) == ["NVIDIA H200", "NVIDIA H200, torch 2.13.0"]
-    assert [reason.partition(":")[0] for reason in reasons] == [f"{name}.json is left out" for name in ("b", "c", "none")]
-    assert "the same as a.json" in reasons[0]
+    found, reasons = results.read_all([tmp_path, tmp_path / "a.json", tmp_path / "none.json"])
+    assert list(found) == ["NVIDIA H200 (a)", "NVIDIA H200 (d)"]  # one path named twice is one file
+    assert [reason.partition(":")[0] for reason in reasons] == [f"{name}.json is left out" for name in ("b", "c", "e", "f", "none")]
+    assert "the same as a.json" in reasons[0] and reasons[2].endswith("it is no file")
+
+
+def test_file_names_cannot_do_harm(document, kept, tmp_path):
+    kept(document, "a.json")
+    document["machine"]["torch"] = "2.13.0"
+    kept(document, "<img src=x>$.json")
+    assert "NVIDIA H200 (_img src_x__)" in results.read_all([tmp_path])[0]
 
 
 def test_two_runs_agree_when_their_intervals_touch_and_disagree_when_not(document):
     after = copy.deepcopy(document)
-    assert results.disagreements(document, after) == (306, [])
+    count = sum(len(rows) for name, rows in document["tables"].items() if name != "launch_cost")
+    assert results.disagreements(document, after) == (count, [])
     row = after["tables"]["sweep_gpt2"][3]
     old, width = row["speedup_high"], row["speedup_high"] - row["speedup_low"]
     row |= {"speedup_low": old, "speedup": old, "speedup_high": old + width}
@@ -158,13 +169,14 @@ def test_runs_on_other_machines_or_without_a_speedup_in_common_are_not_held_agai
 
 def test_side_by_side_shows_what_was_measured_and_leaves_out_what_was_not(document):
     other = copy.deepcopy(document)
-    other["machine"]["gpu"] = "NVIDIA L4"
+    other["measured_from"], other["live"], other["older_code"] = "2020-01-01", True, True
     del other["tables"]["sweep_llama"], other["tables"]["launch_cost"]
     table = results.side_by_side({"one": document, "two": other})
-    cost, llama = (next(name for name in table.index if word in name) for word in ("PyTorch", "llama"))
-    row = next(r for r in results.first_curve(document["tables"]["sweep_llama"]) if r["batch"] == 1)
-    assert table.loc[llama, "one"] == f"{row['speedup']:.3g}"
-    assert table.loc[[cost, llama], "two"].isna().all() and table.loc["torch", "two"] == other["machine"]["torch"]
+    cost, llama = (next(values for name, values in table.items() if word in name) for word in ("PyTorch", "Llama"))
+    row = results.first_curve(document["tables"]["sweep_llama"])[0]
+    assert llama[0].startswith(f"{row['speedup']:.2f} times as fast (") and llama[1] == ""
+    assert table["one launch, by PyTorch"][1] == "" and table["one launch, by PyTorch"][0].endswith(" µs") and cost
+    assert table["measured"][1] == f"2020-01-01 to {document['measured_until']}, live, by an earlier version"
 
 
 def test_one_table_that_fails_costs_no_other(monkeypatch):
@@ -210,17 +222,22 @@ def test_export_never_writes_over_an_earlier_file(here, capsys):
 
 
 def test_check_answers_with_its_exit_status(here, document, capsys):
-    row = document["tables"]["sweep_mlp"][0]
+    row, driver = document["tables"]["sweep_mlp"][0], document["machine"]["driver"]
     (here / "now.json").write_text(json.dumps(document))
-    assert cli.main(["report", "--check", "now.json", "now.json"]) == cli.main(["report", "--check", "now.json"]) == 0
+    assert cli.main(["report", "--check", "now.json", "--after", "now.json"]) == 0
     document["machine"]["driver"] = "999.0"
     row |= {name: value * 3 for name, value in row.items() if name.startswith("speedup")}
     (here / "then.json").write_text(json.dumps(document))
-    assert cli.main(["report", "--check", "now.json", "then.json"]) == 1
+    assert cli.main(["report", "--check", "now.json", "--after", "then.json"]) == 1
     told = capsys.readouterr().out.splitlines()[-2:]
     assert told[0].startswith("sweep_mlp: model mlp, layers 24, width 1024, length 1, precision float32, batch 1: speedup ")
-    assert told[1] == "1 of 306 speedups lie outside of each other's intervals; changed: driver 580.159.04 -> 999.0."
-    assert cli.main(["report", "--check", "a", "b", "c"]) == 1 and "before and after" in capsys.readouterr().err
+    assert told[1].startswith("1 of ") and told[1].endswith(f"do not overlap; changed: driver {driver} -> 999.0.")
+
+
+def test_check_never_takes_a_recording_for_a_measurement(here, document, capsys):
+    (here / "now.json").write_text(json.dumps(document))
+    assert cli.main(["report", "--check", "now.json"]) == 1
+    assert "--check measures here, and nothing is measured" in capsys.readouterr().err
 
 
 def test_compare_prints_writes_a_board_and_names_what_it_leaves_out(here, document, capsys):

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 torch = pytest.importorskip("torch")
-from labkit import architectures, decode, serving  # noqa: E402
-from labkit.serving import Request  # noqa: E402
+from labkit import architectures, batching, decode, serving  # noqa: E402
+from labkit.batching import Request  # noqa: E402
 
-POLICIES = {"powers of two": serving.powers_of_two, "vLLM": serving.vllm_sizes, "every": serving.every_size}
+POLICIES = {"powers of two": batching.powers_of_two, "vLLM": batching.vllm_sizes, "every": batching.every_size}
 
 
 class Clock:
@@ -54,12 +54,12 @@ def decoder(model):
 def test_each_list_rises_from_one_and_stays_within(policy, most):
     sizes = policy(most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] <= most
-    assert sizes[-1] == most or policy is serving.vllm_sizes
+    assert sizes[-1] == most or policy is batching.vllm_sizes
 
 
 def test_the_lists_are_those_that_are_known():
-    assert serving.powers_of_two(12) == [1, 2, 4, 8, 12] and serving.every_size(3) == [1, 2, 3]
-    vllm = serving.vllm_sizes(512)
+    assert batching.powers_of_two(12) == [1, 2, 4, 8, 12] and batching.every_size(3) == [1, 2, 3]
+    vllm = batching.vllm_sizes(512)
     assert len(vllm) == 51 and vllm[:5] == [1, 2, 4, 8, 16] and vllm[33:36] == [248, 256, 272] and vllm[-1] == 512
 
 
@@ -78,10 +78,10 @@ def test_the_best_sizes_pad_least_of_all_choices():
         if not occur:
             continue
         number, most = draw.randint(1, 6), occur[-1]
-        chosen = serving.best_sizes(counts, number)
+        chosen = batching.best_sizes(counts, number)
         others = [sorted({*some, most}) for some in itertools.combinations(occur[:-1], min(number, len(occur)) - 1)]
         assert len(chosen) <= number and chosen[-1] == most and chosen == sorted(set(chosen))
-        assert serving.wasted_share(chosen, counts) == min(serving.wasted_share(sizes, counts) for sizes in others)
+        assert batching.wasted_share(chosen, counts) == min(batching.wasted_share(sizes, counts) for sizes in others)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -89,25 +89,25 @@ def test_no_list_of_as_many_sizes_pads_less_than_the_best(policy):
     draw = random.Random(1)
     counts = Counter(min(64, max(1, round(draw.gauss(30, 15)))) for _ in range(2000))
     sizes = policy(max(counts))
-    assert serving.wasted_share(serving.best_sizes(counts, len(sizes)), counts) <= serving.wasted_share(sizes, counts)
+    assert batching.wasted_share(batching.best_sizes(counts, len(sizes)), counts) <= batching.wasted_share(sizes, counts)
 
 
 def test_padding_is_counted_by_rows_and_larger_batches_are_not_padded():
-    assert serving.wasted_share([4], {3: 2, 4: 1}) == pytest.approx(2 / 12) and serving.wasted_share([2], {5: 1}) == 0
-    assert serving.wasted_share([1], {}) == 0
+    assert batching.wasted_share([4], {3: 2, 4: 1}) == pytest.approx(2 / 12) and batching.wasted_share([2], {5: 1}) == 0
+    assert batching.wasted_share([1], {}) == 0
 
 
 @pytest.mark.parametrize("counts, number", [({}, 1), ({4: 0}, 1), ({0: 3}, 1), ({4: 3}, 0)])
 def test_sizes_are_not_chosen_for_nothing(counts, number):
     with pytest.raises(ValueError, match="sizes are chosen for batches"):
-        serving.best_sizes(counts, number)
+        batching.best_sizes(counts, number)
 
 
 # ---- traces
 
 def test_a_poisson_trace_repeats_with_its_seed_and_has_its_rate():
-    trace = serving.poisson_trace(50, 2000, (3, 9), (2, 4), seed=4)
-    assert trace == serving.poisson_trace(50, 2000, (3, 9), (2, 4), seed=4) != serving.poisson_trace(50, 2000, (3, 9), (2, 4), seed=5)
+    trace = batching.poisson_trace(50, 2000, (3, 9), (2, 4), seed=4)
+    assert trace == batching.poisson_trace(50, 2000, (3, 9), (2, 4), seed=4) != batching.poisson_trace(50, 2000, (3, 9), (2, 4), seed=5)
     assert trace[-1].arrival_s == pytest.approx(40, rel=0.1) and trace == sorted(trace, key=lambda r: r.arrival_s)
     assert {r.prompt_tokens for r in trace} == set(range(3, 10)) and {r.output_tokens for r in trace} == {2, 3, 4}
 
@@ -116,12 +116,12 @@ def test_a_poisson_trace_repeats_with_its_seed_and_has_its_rate():
                                         ((1, 5, (0, 3)), "prompt_tokens are"), ((1, 5, (1, 3), (4, 2)), "output_tokens are")])
 def test_a_trace_of_nothing_is_refused(given, why):
     with pytest.raises(ValueError, match=why):
-        serving.poisson_trace(*given)
+        batching.poisson_trace(*given)
 
 
 def test_a_trace_file_is_read_in_order_of_arrival(tmp_path):
     (tmp_path / "trace.csv").write_text("output_tokens,arrival_s,prompt_tokens,user\n3,1.5,7,x\n1,0,2,y\n")
-    assert serving.read_trace(tmp_path / "trace.csv") == [Request(0.0, 2, 1), Request(1.5, 7, 3)]
+    assert batching.read_trace(tmp_path / "trace.csv") == [Request(0.0, 2, 1), Request(1.5, 7, 3)]
 
 
 @pytest.mark.parametrize("text, why", [
@@ -134,7 +134,7 @@ def test_a_trace_file_is_read_in_order_of_arrival(tmp_path):
 def test_a_trace_file_that_is_none_names_the_line(tmp_path, text, why):
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(ValueError, match=why):
-        serving.read_trace(tmp_path / "trace.csv")
+        batching.read_trace(tmp_path / "trace.csv")
 
 
 # ---- rows
@@ -143,9 +143,9 @@ def test_a_trace_file_that_is_none_names_the_line(tmp_path, text, why):
 def test_tokens_are_those_of_each_request_alone_whatever_runs_beside_it(name):
     model = architectures.tiny_model(name, "cpu")
     decoder = serving.BatchedDecoder(model, 40, 5, [1, 2, 4])
-    trace = serving.poisson_trace(120, 16, (3, 14), (1, 20), seed=3)
+    trace = batching.poisson_trace(120, 16, (3, 14), (1, 20), seed=3)
     prompts = prompts_of(trace)
-    served = serving.serve(decoder, trace, prompts, Clock())
+    served = batching.serve(decoder, trace, prompts, Clock())
     assert [one.tokens for one in served] == [alone(model, ids, r.output_tokens) for r, ids in zip(trace, prompts)]
     assert {size for _, size, _ in decoder.steps} >= {2, 4, 5} and not decoder.running  # padded, and above the largest size
 
@@ -219,16 +219,16 @@ def test_a_model_with_other_masks_or_states_is_refused():
 # ---- the loop
 
 def test_a_thousand_arrivals_are_all_served_once_in_full_and_in_order(model):
-    decoder = serving.BatchedDecoder(model, 12, 16, serving.powers_of_two(16))
-    trace = serving.poisson_trace(400, 1000, (1, 4), (1, 8), seed=7)
+    decoder = serving.BatchedDecoder(model, 12, 16, batching.powers_of_two(16))
+    trace = batching.poisson_trace(400, 1000, (1, 4), (1, 8), seed=7)
     prompts, clock = prompts_of(trace), Clock()
-    served = serving.serve(decoder, trace, prompts, clock)
+    served = batching.serve(decoder, trace, prompts, clock)
     assert [one.request for one in served] == trace and not decoder.running
     assert [len(one.tokens) for one in served] == [r.output_tokens for r in trace]
-    assert all(one.came_s == sorted(one.came_s) and one.came_s[0] > one.arrival_s for one in served)
+    assert all(one.came_s == sorted(one.came_s) and one.came_s[0] > one.request.arrival_s for one in served)
     starts = [one.came_s[0] for one in served]
     assert starts == sorted(starts)  # first come, first served
-    found = serving.summary(served, decoder.steps)
+    found = batching.summary(served, decoder.steps)
     assert found["requests"] == 1000 and found["tokens"] == sum(r.output_tokens for r in trace)
     assert sum(count * times for (count, _, _), times in decoder.steps.items()) == found["tokens"] - 1000  # a prompt gives the first
 
@@ -236,12 +236,12 @@ def test_a_thousand_arrivals_are_all_served_once_in_full_and_in_order(model):
 def test_requests_that_are_alike_but_for_their_prompts_are_not_mixed_up(model, decoder):
     trace = [Request(0.0, 5, 6)] * 3
     prompts = prompts_of(trace)
-    assert [one.tokens for one in serving.serve(decoder, trace, prompts, Clock())] == [alone(model, ids, 6) for ids in prompts]
+    assert [one.tokens for one in batching.serve(decoder, trace, prompts, Clock())] == [alone(model, ids, 6) for ids in prompts]
 
 
 def test_the_loop_waits_for_requests_that_are_yet_to_come(decoder):
     trace, clock = [Request(5.0, 3, 2), Request(1.0, 4, 3)], Clock()
-    served = serving.serve(decoder, trace, prompts_of(trace), clock)
+    served = batching.serve(decoder, trace, prompts_of(trace), clock)
     assert [one.request.arrival_s for one in served] == [5.0, 1.0] and len(clock.waited) == 2
     assert served[1].came_s[-1] < 5 < served[0].came_s[0]
 
@@ -249,16 +249,16 @@ def test_the_loop_waits_for_requests_that_are_yet_to_come(decoder):
 def test_a_request_that_does_not_fit_is_named_before_any_runs(decoder):
     trace = [Request(0, 3, 2), Request(0, 30, 4)]
     with pytest.raises(ValueError, match="request 1 brings 30 tokens .* wants 4; a row has 32 places"):
-        serving.serve(decoder, trace, prompts_of(trace), Clock())
+        batching.serve(decoder, trace, prompts_of(trace), Clock())
     assert not decoder.steps
 
 
 def test_the_summary_counts_what_it_says():
-    one = serving.Served(Request(1.0, 3, 3), 1.0, [1.5, 1.6, 1.8], [1, 2, 3])
-    other = serving.Served(Request(2.0, 3, 1), 2.0, [3.0], [1])
-    found = serving.summary([one, other], Counter({(3, 4, True): 3, (5, 5, False): 1}))
+    one = batching.Served(Request(1.0, 3, 3), [1.5, 1.6, 1.8], [1, 2, 3])
+    other = batching.Served(Request(2.0, 3, 1), [3.0], [1])
+    found = batching.summary([one, other], Counter({(3, 4, True): 3, (5, 5, False): 1}))
     assert found["tokens"] == 4 and found["tokens_per_s"] == 2.0 and found["steps"] == 4
-    assert found["first_token_ms_p50"] == pytest.approx(750) and found["between_tokens_ms_p50"] == pytest.approx(150)
+    assert found["ttft_ms_p50"] == pytest.approx(750) and found["itl_ms_p50"] == pytest.approx(150)
     assert found["replayed_share"] == 0.75 and found["padding_share"] == pytest.approx(3 / 17)
-    lone = serving.summary([other], Counter())
-    assert lone["between_tokens_ms_p99"] is None and lone["padding_share"] == 0
+    lone = batching.summary([other], Counter())
+    assert lone["itl_ms_p99"] is None and lone["padding_share"] == 0

@@ -42,12 +42,16 @@ class Chart:
     dpi: int = DPI
     places: dict = field(default_factory=dict, repr=False)  # {value: boxes (left, right, top, bottom) in pixels}
 
+    @property
+    def width(self):
+        """Pixels across, as shown."""
+        return int.from_bytes(self.png[16:20], "big") * PIXELS // self.dpi
+
     def _repr_mimebundle_(self, include=None, exclude=None):
         # The alt text stands where nbconvert's classic template, nbsphinx and others look for it. JupyterLab 4.6 and
         # nbconvert's lab template give no picture an alt text, so the words are the plain text of the output too.
-        width = int.from_bytes(self.png[16:20], "big") * PIXELS // self.dpi
         data = {"image/png": base64.b64encode(self.png).decode(), "text/plain": str(self)}
-        return data, {"image/png": {"alt": str(self), "width": width}}
+        return data, {"image/png": {"alt": str(self), "width": self.width}}
 
     def marked(self, at):
         """Return this chart with a shade over the place of `at`, if it has one: much quicker than drawing again."""
