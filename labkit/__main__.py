@@ -199,10 +199,14 @@ def record(args):
 def report(args):
     """Write one HTML page: every claim judged, charts, machine, method, tables; or (--check) hold two runs against each other."""
     from labkit import report
+    if args.after and not args.check:
+        raise Refusal("--after goes with --check BEFORE")
     if args.check:
         return check(args)
+    _writable(args.out)
     tables, missing = _tables(args.names)
     _keep(args.out or _new("report", results.machine_of(tables), ".html"), report.page(tables, missing))
+    return _interrupted(missing)
 
 
 def check(args):
@@ -210,21 +214,27 @@ def check(args):
     before = results.read(args.check)
     if not args.after and not recordings.tables_are_live():
         raise Refusal(f"--check measures here, and nothing is measured: {machine.mode().reason}; --after FILE compares two files")
-    after = results.read(args.after) if args.after else results.collect(_tables(args.names or results.sent())[0])
-    shared, apart = results.disagreements(before, after)
+    tables, missing = ({}, {}) if args.after else _tables(args.names or results.sent())
+    after = results.read(args.after) if args.after else results.collect(tables)
+    shared, lost, apart = results.disagreements(before, after)
     changed = [f"{name} {before['machine'].get(name)} -> {after['machine'].get(name)}" for name in ("driver", "cuda", "torch")
                if before["machine"].get(name) != after["machine"].get(name)]
     for where, *both in apart:
         print(f"{where}: speedup {' -> '.join('{:.2f} ({:.2f} to {:.2f})'.format(*speedup) for speedup in both)}")
     print(f"{len(apart)} of {shared} speedups have intervals that do not overlap; changed: {', '.join(changed) or 'nothing'}.")
-    return int(bool(apart))
+    if lost:
+        print(f"{lost} that were measured before are not in the second run.")
+    return _interrupted(missing) or int(bool(apart or missing))
 
 
 def export(args):
     """Write one small file of results to send to others: no host name, user or path in it."""
-    document = results.collect(_tables(results.sent())[0])
+    _writable(args.out)
+    tables, missing = _tables(results.sent())
+    document = results.collect(tables)
     text = json.dumps(document, indent=0, ensure_ascii=False) + "\n"
     _keep(args.out or _new("results", document["machine"], ".json"), text)
+    return _interrupted(missing)
 
 
 def compare(args):
@@ -232,6 +242,9 @@ def compare(args):
     import pandas
 
     from labkit import report
+    if args.out and Path(args.out).suffix == ".json":
+        raise Refusal(f"--out {args.out}: the page is HTML, and .json are results")
+    _writable(args.out)
     found, left_out = results.read_all(args.paths)
     for reason in left_out:
         print(f"labkit: {reason}", file=sys.stderr)
@@ -254,6 +267,20 @@ def _tables(names):
     for name, reason in missing.items():
         print(f"labkit: {name} is left out: {reason}", file=sys.stderr)
     return tables, missing
+
+
+def _interrupted(missing):
+    return 130 * ("interrupted" in missing.values())
+
+
+def _writable(out):
+    """Refuse, before anything is measured, a path to which nothing could be written."""
+    path = Path(out or ".", "x" * (not out))
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.exists() and not path.is_file():
+        raise Refusal(f"--out {out} is there, and is no file: name a file")
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise Refusal(f"nothing can be written in {parent}: {'name another --out' if out else 'go to a folder of yours'}")
 
 
 def _new(kind, about, ending):

@@ -5,6 +5,7 @@ Time comes from a clock that is handed in; nothing is timed here.
 
 import bisect
 import csv
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ def poisson_trace(rate, requests, prompt_tokens=(16, 128), output_tokens=(16, 12
     for _ in range(requests):
         now += chance.expovariate(rate)
         made.append(Request(now, chance.randint(*prompt_tokens), chance.randint(*output_tokens)))
+    if not now < math.inf:
+        raise ValueError(f"at a rate of {rate} a second, {requests} requests never arrive")
     return made
 
 
@@ -48,11 +51,13 @@ def read_trace(path):
 
     Raises ValueError that names the line for anything that is not a number, or not above 0 (an arrival may be 0).
     """
-    with open(path, newline="", encoding="utf-8") as file:
-        reader, made = csv.DictReader(file), []
-        if missing := set(COLUMNS) - set(reader.fieldnames or ()):
+    made = []
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
+        reader = csv.DictReader(file, skipinitialspace=True)
+        if missing := set(COLUMNS) - {name.strip() for name in reader.fieldnames or ()}:
             raise ValueError(f"{path} has no column {', '.join(sorted(missing))}: its first line names {', '.join(COLUMNS)}")
-        for row in reader:
+        reader.fieldnames = [name.strip() for name in reader.fieldnames]
+        for row in _read_on(reader, path):
             try:
                 arrival, *tokens = float(row["arrival_s"]), *(int(row[name]) for name in COLUMNS[1:])
                 fine = 0 <= arrival < float("inf") and min(tokens) >= 1
@@ -65,6 +70,13 @@ def read_trace(path):
     if not made:
         raise ValueError(f"{path} holds no requests")
     return sorted(made, key=lambda request: request.arrival_s)
+
+
+def _read_on(reader, path):
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from None
 
 
 # ---- which batch sizes to capture
@@ -114,7 +126,7 @@ def best_sizes(counts, number):
 
 def wasted_share(sizes, counts):
     """Return which share of all rows computed is padding, for {batch: steps at it}; batches above all sizes are not padded."""
-    real = sum(batch * steps for batch, steps in counts.items())
+    sizes, real = sorted(sizes), sum(batch * steps for batch, steps in counts.items())
     run = sum(at_least(sizes, batch) * steps for batch, steps in counts.items())
     return 1 - real / run if run else 0.0
 
@@ -147,12 +159,26 @@ def serve(decoder, trace, prompts, clock):
 
     prompts: a list of ids, (length,), one for each request. clock: `clock.now()` gives seconds, `clock.wait(until)` lets time
     pass until then. All that have arrived join as long as rows are free, then all rows advance by one token; a request
-    leaves with its last token. Raises ValueError for a request that does not fit into a row.
+    leaves with its last token. Raises ValueError, before any runs, for a request that does not fit into a row, and for a
+    decoder with rows in use. However it ends, no row is in use afterwards, and decoder.steps are the steps of this run.
     """
+    if decoder.running:
+        raise ValueError(f"{len(decoder.running)} rows are in use: let them leave, or reset() the decoder")
     for number, (request, ids) in enumerate(zip(trace, prompts, strict=True)):
-        if len(ids) != request.prompt_tokens or len(ids) + request.output_tokens - 1 > decoder.max_length:
-            raise ValueError(f"request {number} brings {len(ids)} tokens (its trace says {request.prompt_tokens}) and wants "
-                             f"{request.output_tokens}; a row has {decoder.max_length} places")
+        try:
+            decoder.check(ids, request.output_tokens)
+            if len(ids) != request.prompt_tokens or not 0 <= request.arrival_s < math.inf:
+                raise ValueError(f"it is {request}, and its prompt has {len(ids)} tokens")
+        except ValueError as error:
+            raise ValueError(f"request {number}: {error}") from None
+    decoder.steps.clear()
+    try:
+        return _until_all_are_served(decoder, trace, prompts, clock)
+    finally:
+        decoder.reset()
+
+
+def _until_all_are_served(decoder, trace, prompts, clock):
     served = [Served(request) for request in trace]
     waiting, rows = deque(sorted(range(len(trace)), key=lambda number: trace[number].arrival_s)), []
     while waiting or rows:
@@ -176,6 +202,8 @@ def summary(served, steps):
 
     steps: those of the decoder while it served. ttft_ms is over requests, itl_ms over pairs of tokens: p50 and p99.
     """
+    if not served:
+        raise ValueError("nothing was served")
     first = [1e3 * (one.came_s[0] - one.request.arrival_s) for one in served]
     between = [1e3 * (b - a) for one in served for a, b in zip(one.came_s, one.came_s[1:])]
     span = max(one.came_s[-1] for one in served) - min(one.request.arrival_s for one in served)

@@ -193,7 +193,7 @@ def write(path, text, only_look=False):
     """Write a text, in one stroke, where the file differs, and say whether it does."""
     differs = not path.exists() or path.read_bytes() != text.encode()
     if differs and not only_look:
-        part = path.with_suffix(".part")
+        part = path.with_name(f".{path.name}.part")
         try:
             part.write_bytes(text.encode())
             os.replace(part, path)

@@ -117,6 +117,9 @@ class GraphedDecoder:
         _refuse_model(model)
         if max_length < 8 or batch < 1:
             raise ValueError(f"max_length must be 8 or more and batch 1 or more, not {max_length} and {batch}")
+        most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
+        if max_length > most:
+            raise ValueError(f"this model has {most:,} positions, fewer than max_length, {max_length:,}")
         self.model, self.max_length, self.batch = model, max_length, batch
         self.captured, self.padding_refused, refused = model.device.type == "cuda", None, {}
         config = model.config.get_text_config(decoder=True)
@@ -284,7 +287,7 @@ def _prove(decoder):
 
 def _compare(decoder, length, n, padded):
     """Decode n tokens from random prompts; raise DecoderRefused unless logits and tokens are generate()'s."""
-    model, random, precision = decoder.model, torch.Generator().manual_seed(length), torch.finfo(decoder.model.dtype).eps
+    model, random = decoder.model, torch.Generator().manual_seed(length)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (decoder.batch, length), generator=random).to(model.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -295,17 +298,26 @@ def _compare(decoder, length, n, padded):
     wanted, chosen = _generated(model, ids, mask, n)
     logits = decoder.begin(ids, mask)
     for i in range(n):
-        largest = wanted[i].abs().amax(-1).clamp_min(1e-6)
-        apart = (logits - wanted[i]).abs().amax(-1) / largest
-        if not (apart <= min(512 * precision, precision ** 0.5)).all():
-            raise DecoderRefused(f"after a {'padded ' if padded else ''}prompt of {length} tokens, the logits of new "
-                                 f"token {i + 1} differ from generate()'s by {apart.max():.2g} of the largest")
-        behind = (wanted[i].amax(-1) - wanted[i].gather(-1, decoder.step.token)[:, 0]) / largest
-        if not (behind <= 2 * apart + precision).all():  # by more than the logits differ: no tie
-            raise DecoderRefused(f"after a prompt of {length} tokens, new token {i + 1} is another one than generate()'s")
+        if differ := how_they_differ(logits, wanted[i], decoder.step.token, model.dtype, f"new token {i + 1}", "generate()'s"):
+            raise DecoderRefused(f"after a {'padded ' if padded else ''}prompt of {length} tokens, {differ}")
         decoder.step.token.copy_(chosen[:, i:i + 1])  # where two tokens tie, go on with the same text
         if i + 1 < n:
             logits = decoder.advance()
+
+
+def how_they_differ(logits, wanted, tokens, dtype, what, whose):
+    """Say how the logits, (batch, vocabulary), of `what`, or its tokens, (batch, 1), are others than `whose`; "" if they are not.
+
+    Equal are logits within what a model of this dtype can differ by, and tokens that are the best, or tie with it.
+    """
+    precision, largest = torch.finfo(dtype).eps, wanted.abs().amax(-1).clamp_min(1e-6)
+    apart = (logits - wanted).abs().amax(-1) / largest
+    if not (apart <= min(512 * precision, precision ** 0.5)).all():
+        return f"the logits of {what} differ from {whose} by {apart.max():.2g} of the largest"
+    behind = (wanted.amax(-1) - wanted.gather(-1, tokens)[:, 0]) / largest
+    if not (behind <= 2 * apart + precision).all():  # by more than the logits differ: no tie
+        return f"{what} is another one than {whose}"
+    return ""
 
 
 def _generated(model, ids, mask, n):

@@ -288,11 +288,11 @@ class RowsStep:
         self.step, self.places, self.tokens, self.active = step, places, tokens, active
 
     def __call__(self):
-        """Make each row's token, (rows, 1), the next one, and return them."""
-        inputs = {**self.step.template[0], "attention_mask": self.step._masks()}
-        self.tokens.copy_(self.step._forward(inputs).argmax(-1, keepdim=True))
+        """Make each row's token, (rows, 1), the next one; returns the logits it was picked from, (rows, vocabulary)."""
+        logits = self.step._forward({**self.step.template[0], "attention_mask": self.step._masks()})
+        self.tokens.copy_(logits.argmax(-1, keepdim=True))
         self.places.add_(1).mul_(self.active)
-        return self.tokens
+        return logits
 
 
 def cache_keyword(model):

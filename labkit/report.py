@@ -35,11 +35,14 @@ def page(tables, missing=None):
 
 def board(documents, left_out=()):
     """Return {name: results} side by side as HTML, with what was left out and why."""
-    pictures = [_picture(chart, (name,)) for name in results.TABLES if name.startswith("sweep_")
-                for chart in [_speedups(documents, name)] if chart]
+    pictures = []
+    for name in results.TABLES:
+        if name.startswith("sweep_") and (drawn := _speedups(documents, name)):
+            chart, others = drawn
+            pictures.append(_picture(chart, (name,), others))
     verdicts = [(claim, [document["verdicts"].get(id) for document in documents.values()]) for id, claim in claims.CLAIMS.items()]
     return _filled("board.html", title="CUDA Graphs on several GPUs", names=list(documents), marks=MARKS, say=_number, pictures=pictures,
-                   labels=[f"{name}: {results.when(document)}" for name, document in documents.items()],
+                   labels=["as their owners sent them: their numbers are not ours"],
                    glance=results.side_by_side(documents), verdicts=verdicts, left_out=list(left_out))
 
 
@@ -54,9 +57,9 @@ def _filled(template, **given):
     return html
 
 
-def _picture(chart, names):
+def _picture(chart, names, others=()):
     return {"png": base64.b64encode(chart.png).decode(), "width": chart.width, "text": str(chart),
-            "measured": [(name, _purpose(name)) for name in names]}
+            "measured": [(name, _purpose(name)) for name in names], "others": list(others)}
 
 
 def _purpose(name):
@@ -66,7 +69,7 @@ def _purpose(name):
 
 def _number(value, unit):
     """Return a number with its unit as one reads it: three digits, thousands apart, shares in percent."""
-    if value is None:
+    if value is None or value != value:
         return ""
     if unit == "share":
         return f"{value:.0%}"
@@ -91,18 +94,23 @@ def _download(table, name):
 
 
 def _speedups(documents, sweep):
-    """Return the chart of one sweep's first curve on each GPU: speedup against batch size; None where nobody has it."""
+    """Return the chart of one sweep on each GPU, speedup against batch size, and the GPUs that are not in it; None without any.
+
+    Drawn is the size that most of them have first.
+    """
     import pandas
 
-    rows = results.first_curve([row | {"gpu": gpu} for gpu, document in documents.items()
-                                for row in document["tables"].get(sweep, ())])
-    if not rows:
+    curves = {gpu: results.first_curve(document["tables"].get(sweep, ())) for gpu, document in documents.items()}
+    sizes = Counter(tuple(rows[0][key] for key in results.POINT[:5]) for rows in curves.values() if rows)
+    if not sizes:
         return None
-    table = pandas.DataFrame(rows).sort_values(["gpu", "batch"])
-    labels = [f"{name}: {results.when(document)}" for name, document in documents.items() if name in set(table["gpu"])]
-    table.attrs["provenance"] = {"label": "; ".join(labels)}
-    return charts.lines(table, "batch", "speedup", by="gpu", log=("x",), y_label="times as fast as eager", x_label="batch size",
-                        title=f"{charts.curve_name(rows[0])}: speedup by a graph")
+    size = sizes.most_common(1)[0][0]
+    drawn = [gpu for gpu, rows in curves.items() if rows and tuple(rows[0][key] for key in results.POINT[:5]) == size][:len(charts.SERIES)]
+    table = pandas.DataFrame([row | {"gpu": gpu} for gpu in drawn for row in sorted(curves[gpu], key=lambda row: row["batch"])])
+    table.attrs["provenance"] = {"label": "; ".join(f"{gpu}: {results.when(documents[gpu])}" for gpu in drawn)}
+    chart = charts.lines(table, "batch", "speedup", by="gpu", log=("x",), y_label="times as fast as eager", x_label="batch size",
+                         title=f"{charts.curve_name(curves[drawn[0]][0])}: speedup by a graph")
+    return chart, [gpu for gpu in documents if gpu not in drawn]
 
 
 def _curve(table):

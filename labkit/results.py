@@ -4,7 +4,9 @@ A file of results (JSON) holds the machine without names or paths, the verdict o
 compared by. What others send is checked before a word of it is shown.
 """
 
+import itertools
 import json
+import math
 import stat
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from labkit import claims, experiments, machine, recordings
 from labkit.experiments.sweeps import INPUTS
 
 KIND, SCHEMA = "labkit results", 1
-LARGEST = 2 * 2**20  # bytes of a file
+LARGEST, MOST_FILES = 2 * 2**20, 200  # bytes of a file
 POINT = (*INPUTS, "batch")
 SPEEDS = ("speedup", "eager_wall_us", "graph_wall_us")
 TABLES = {  # which columns name a row, and which numbers of it travel, each with its interval
@@ -105,7 +107,9 @@ def _rows(table, keys, numbers):
 def _short(value):
     """Return a number of Python with six digits, or the text or None that it is."""
     value = value.item() if hasattr(value, "item") else value
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 # ---- what others send
@@ -114,17 +118,18 @@ def read(path):
     """Return the results in a file; ResultsError says what is wrong with it, whoever made it."""
     path = Path(path)
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise ResultsError(f"{path.name} is left out: it is no file")
-        if found.st_size > LARGEST:
-            raise ResultsError(f"{path.name} is left out: it is {found.st_size / 2**20:.0f} MiB large, and results take at most 2")
-        document = json.loads(path.read_text("utf-8"), parse_constant=_no_number)
-        wrong = _what_is_wrong(document)
+        if not stat.S_ISREG(path.stat().st_mode):
+            wrong = "it is no file"
+        else:
+            with path.open("rb") as file:
+                content = file.read(LARGEST + 1)
+            document = json.loads(content.decode("utf-8-sig"), parse_constant=_no_number) if len(content) <= LARGEST else None
+            wrong = _what_is_wrong(document) if len(content) <= LARGEST else "it is larger than 2 MiB, and results are not"
     except (OSError, ValueError, RecursionError) as error:
-        wrong = f"it cannot be read ({(str(error) or type(error).__name__).splitlines()[0][:120]})"
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        wrong = f"it cannot be read ({ascii(said)[1:-1][:120]})"
     if wrong:
-        raise ResultsError(f"{path.name} is left out: {wrong}")
+        raise ResultsError(f"{_plain(path.name)} is left out: {wrong}")
     return document
 
 
@@ -136,7 +141,7 @@ def read_all(paths):
     files, reasons, found = [], [], {}
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
-    for path in dict.fromkeys(path.absolute() for path in files):
+    for path in (files := list(dict.fromkeys(path.absolute() for path in files)))[:MOST_FILES]:
         try:
             document = read(path)
         except ResultsError as error:
@@ -144,15 +149,17 @@ def read_all(paths):
             continue
         twin = next((other for other, one in found.items() if one == document), None)
         if twin:
-            reasons.append(f"{path.name} is left out: it holds the same as {twin.name}")
+            reasons.append(f"{_plain(path.name)} is left out: it holds the same as {_plain(twin.name)}")
         else:
             found[path] = document
-    gpus = [document["machine"]["gpu"] for document in found.values()]
-    named = {}
+    if len(files) > MOST_FILES:
+        reasons.append(f"{len(files) - MOST_FILES} files are left out: {MOST_FILES} are looked at")
+    gpus, named = [document["machine"]["gpu"] for document in found.values()], {}
     for path, document in found.items():
         gpu = document["machine"]["gpu"]
         name = gpu if gpus.count(gpu) == 1 else f"{gpu} ({_plain(path.stem)})"
-        named[name if name not in named else f"{name}, {len(named) + 1}"] = document
+        more = (f"{name}, {number}" for number in itertools.count(2))
+        named[name if name not in named else next(one for one in more if one not in named)] = document
     return named, reasons
 
 
@@ -168,15 +175,17 @@ def _plain(text):
 def _shape():
     """Return the JSON Schema of results: short plain texts, numbers that are some, no columns but those that are known."""
     text = {"type": "string", "maxLength": 120, "pattern": PLAIN}
-    number = {"type": "number", "minimum": -1e300, "maximum": 1e300}
+    number = {"type": "number", "minimum": -1e12, "maximum": 1e12}
     value, maybe = {"anyOf": [text, number, {"type": "null"}]}, {"anyOf": [number, {"type": "null"}]}
+    count, above = {"type": "integer", "minimum": 1, "maximum": 2**31}, number | {"exclusiveMinimum": 0}
 
     def exactly(**properties):
         return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
     def rows(keys, numbers):
-        ends = {f"{name}{end}": number for name in numbers for end in ("", "_low", "_high")}
-        return {"type": "array", "minItems": 1, "maxItems": 2000, "items": exactly(**dict.fromkeys(keys, value), **ends)}
+        ends = {f"{name}{end}": number if name == "idle_share" else above for name in numbers for end in ("", "_low", "_high")}
+        kinds = {key: text if key in ("what", "layer", "model", "precision") else count for key in keys}
+        return {"type": "array", "minItems": 1, "maxItems": 2000, "items": exactly(**kinds, **ends)}
 
     verdict = exactly(verdict={"enum": list(claims.VERDICTS)}, number=maybe, low=maybe, high=maybe, unit=text)
     about = dict.fromkeys((field.name for field in fields(machine.Machine)), value) | {"gpu": text | {"pattern": rf"(?=.*\S){PLAIN}"}}
@@ -208,9 +217,7 @@ def _what_is_wrong(document):
             for number in numbers:
                 if not row[f"{number}_low"] <= row[number] <= row[f"{number}_high"]:
                     return f"table {name} has a row whose {number} is not within its interval"
-            if "speedup" in numbers and row["speedup_low"] <= 0:
-                return f"table {name} has a speedup that is not above 0"
-        if len({tuple(map(str, (row[key] for key in keys))) for row in rows}) < len(rows):
+        if len({tuple(row[key] for key in keys) for row in rows}) < len(rows):
             return f"table {name} has the same row twice"
     return ""
 
@@ -218,21 +225,23 @@ def _what_is_wrong(document):
 # ---- several side by side
 
 def disagreements(before, after):
-    """Return (how many speedups both have, those whose intervals do not overlap), for two runs on one machine.
+    """Return (how many speedups both have, how many only the first has, those whose intervals do not overlap), of one machine.
 
     Each of those is (where, speedup before, speedup after), a speedup as (value, low, high). Raises ResultsError for other
     machines, or where nothing can be compared. Only ratios are held against each other: of raw times the interval holds one
     process, and the CPU can be slower a minute later.
     """
-    if other := [name for name in SAME if before["machine"].get(name) != after["machine"].get(name)]:
+    one, two = ([document["machine"].get(name) for name in SAME] for document in (before, after))
+    if other := [name for name, was, now in zip(SAME, one, two) if was != now or was is None]:
         told = "; ".join(f"{name}: {before['machine'].get(name)} and {after['machine'].get(name)}" for name in other)
         raise ResultsError(f"these are not two runs on one machine ({told}): labkit compare puts different ones side by side")
-    shared, apart = 0, []
+    shared, lost, apart = 0, 0, []
     for name, (keys, numbers) in TABLES.items():
         if "speedup" not in numbers:
             continue
         old, new = ({tuple(row[key] for key in keys): tuple(row[f"speedup{end}"] for end in ("", "_low", "_high"))
                      for row in document["tables"].get(name, ())} for document in (before, after))
+        lost += len(old.keys() - new.keys())
         for key in old.keys() & new.keys():
             shared += 1
             if old[key][1] > new[key][2] or new[key][1] > old[key][2]:
@@ -240,7 +249,7 @@ def disagreements(before, after):
                 apart.append((f"{name}: {where}", old[key], new[key]))
     if not shared:
         raise ResultsError("the two have no speedup in common that could be compared: export both with the same experiments")
-    return shared, sorted(apart)
+    return shared, lost, sorted(apart)
 
 
 def side_by_side(documents):

@@ -6,7 +6,9 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
-from labkit import ReplayError, architectures, batching, decode, serving  # noqa: E402
+from alone import alone, prompts_of  # noqa: E402
+
+from labkit import ReplayError, architectures, batching, serving  # noqa: E402
 
 
 class Clock:
@@ -22,21 +24,12 @@ class Clock:
         self.began -= max(0.0, until - self.now())
 
 
-def prompts_of(trace, seed=1):
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 96, (request.prompt_tokens,), generator=draw).cuda() for request in trace]
-
-
-def alone(model, ids, n):
-    return decode._generated(model, ids[None], torch.ones_like(ids[None], dtype=torch.bool), n)[1][0].tolist()
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3_text", "qwen3", "opt"])
 def test_replayed_steps_give_each_request_the_tokens_it_gets_alone(name):
     model = architectures.tiny_model(name, "cuda")
     decoder = serving.BatchedDecoder(model, 40, 6, [1, 2, 4])
     trace = batching.poisson_trace(2000, 24, (3, 14), (1, 20), seed=3)
-    prompts = prompts_of(trace)
+    prompts = prompts_of(trace, "cuda")
     served = batching.serve(decoder, trace, prompts, Clock())
     assert [one.tokens for one in served] == [alone(model, ids, r.output_tokens) for r, ids in zip(trace, prompts)]
     assert {replayed for _, _, replayed in decoder.steps} == {True, False}  # above the largest size a step runs eagerly
@@ -46,14 +39,14 @@ def test_replayed_steps_give_each_request_the_tokens_it_gets_alone(name):
 def test_a_thousand_arrivals_are_all_served_by_replays():
     decoder = serving.BatchedDecoder(architectures.tiny_model("llama", "cuda"), 12, 16, batching.powers_of_two(16))
     trace = batching.poisson_trace(3000, 1000, (1, 4), (1, 8), seed=7)
-    served = batching.serve(decoder, trace, prompts_of(trace), Clock())
+    served = batching.serve(decoder, trace, prompts_of(trace, "cuda"), Clock())
     assert [len(one.tokens) for one in served] == [r.output_tokens for r in trace] and not decoder.running
     assert batching.summary(served, decoder.steps)["replayed_share"] == 1
 
 
 def test_what_stands_in_padding_rows_reaches_no_request():
     model = architectures.tiny_model("llama", "cuda")
-    decoder, [ids] = serving.BatchedDecoder(model, 32, 4, [4]), prompts_of(batching.poisson_trace(1, 1, (6, 6)))
+    decoder, [ids] = serving.BatchedDecoder(model, 32, 4, [4]), prompts_of(batching.poisson_trace(1, 1, (6, 6)), "cuda")
     tokens = [decoder.join(ids)]
     with torch.inference_mode():
         for buffer in decoder.kept:
@@ -64,7 +57,7 @@ def test_what_stands_in_padding_rows_reaches_no_request():
 
 def test_sizes_share_one_pool_and_moved_weights_are_noticed():
     model = architectures.tiny_model("llama", "cuda")
-    decoder, [ids] = serving.BatchedDecoder(model, 32, 4, [1, 2, 4]), prompts_of(batching.poisson_trace(1, 1, (6, 6)))
+    decoder, [ids] = serving.BatchedDecoder(model, 32, 4, [1, 2, 4]), prompts_of(batching.poisson_trace(1, 1, (6, 6)), "cuda")
     assert len({graph.pool for graph in decoder.graphs.values()}) == 1 and decoder.pool_bytes and decoder.capture_seconds > 0
     decoder.join(ids), decoder.advance()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)

@@ -128,9 +128,20 @@ def test_a_table_without_what_a_picture_shows_costs_only_that_picture(tables, mo
 def test_the_board_shows_each_gpu_and_what_it_did_not_measure(board):
     elements = Elements(board)
     text = " ".join(elements.text.split())
-    assert len(elements.all("img")) == 4 and "NVIDIA L4: 2" in text and text.count("not judged") == 1
+    assert len(elements.all("img")) == 4 and "their numbers are not ours" in text and text.count("not judged") == 1
     assert all("NVIDIA L4" in picture["alt"] for picture in elements.all("img")[:3])
     assert "NVIDIA L4" not in elements.all("img")[3]["alt"] and not re.search(r"\b(nan|None)\b", text)
+
+
+def test_the_board_draws_the_size_that_most_have_and_names_the_others(tables):
+    one = results.collect(tables)
+    odd = copy.deepcopy(one)
+    for row in odd["tables"]["sweep_gpt2"]:
+        row["width"] += 1
+    elements = Elements(report.board({"Odd": odd} | {f"GPU {number}": one for number in range(9)}))
+    alts = [picture["alt"] for picture in elements.all("img")]
+    assert "Odd" not in alts[2] and "GPU 0" in alts[2] and "GPU 6" in alts[2] and "GPU 7" not in alts[2]  # seven can be told apart
+    assert "Not drawn, as other sizes were measured, or too many: Odd, GPU 7, GPU 8." in elements.text
 
 
 def test_a_page_that_grows_too_large_is_refused(tables, monkeypatch):

@@ -93,7 +93,9 @@ SWEEP = "tables", "sweep_gpt2"
     *((change(*SWEEP, 0, "speedup", to=speedup), "sweep_gpt2.0.speedup") for speedup in (True, "3", None)),
     (change(*SWEEP, 0, "model", to={"a": 1}), "sweep_gpt2.0.model"),
     (change(*SWEEP, 0, "speedup", to=1e9), "speedup is not within its interval"),
-    (change(*SWEEP, 0, "speedup_low", to=-1.0), "speedup that is not above 0")])
+    (change(*SWEEP, 0, "speedup_low", to=-1.0), "sweep_gpt2.0.speedup_low"),
+    *((change(*SWEEP, 0, "batch", to=batch), "sweep_gpt2.0.batch") for batch in ("x", None, 0, 1.5, 10**200)),
+    (change(*SWEEP, 0, "width", to="big"), "sweep_gpt2.0.width"), (change("pad", to=[[]]), "the file .*'pad'")])
 def test_what_could_do_harm_is_refused_by_name(document, kept, do, why):
     do(document)
     with pytest.raises(ResultsError, match=f"a.json is left out: .*{why}"):
@@ -104,7 +106,7 @@ def test_the_same_row_twice_and_a_huge_file_are_refused(document, kept):
     document["tables"]["launch_cost"].append(document["tables"]["launch_cost"][0])
     with pytest.raises(ResultsError, match="launch_cost has the same row twice"):
         results.read(kept(document))
-    with pytest.raises(ResultsError, match="it is 3 MiB large, and results take at most 2"):
+    with pytest.raises(ResultsError, match="it is larger than 2 MiB"):
         results.read(kept(" " * 3 * 2**20))
 
 
@@ -136,6 +138,20 @@ def test_a_folder_is_read_and_what_is_left_out_is_named(document, kept, tmp_path
     assert "the same as a.json" in reasons[0] and reasons[2].endswith("it is no file")
 
 
+def test_names_never_cost_results_and_there_is_an_end(document, kept, tmp_path, monkeypatch):
+    for number, gpu in enumerate(["NVIDIA H200 (a, 2)", "NVIDIA H200 (a)", "NVIDIA H200 (a)"]):
+        (tmp_path / str(number)).mkdir()
+        document["machine"] |= {"gpu": gpu, "torch": f"2.{number}"}
+        kept(document, f"{number}/a.json")
+    document["machine"] |= {"gpu": "NVIDIA H200", "torch": "9"}
+    kept(document, "a.json"), kept(document | {"older_code": True}, "b.json")
+    found, reasons = results.read_all([*tmp_path.glob("[0-9]"), tmp_path])
+    assert len(found) == 5 and not reasons
+    monkeypatch.setattr(results, "MOST_FILES", 1)
+    found, reasons = results.read_all([tmp_path])
+    assert len(found) == 1 and reasons == ["1 files are left out: 1 are looked at"]
+
+
 def test_file_names_cannot_do_harm(document, kept, tmp_path):
     kept(document, "a.json")
     document["machine"]["torch"] = "2.13.0"
@@ -146,16 +162,18 @@ def test_file_names_cannot_do_harm(document, kept, tmp_path):
 def test_two_runs_agree_when_their_intervals_touch_and_disagree_when_not(document):
     after = copy.deepcopy(document)
     count = sum(len(rows) for name, rows in document["tables"].items() if name != "launch_cost")
-    assert results.disagreements(document, after) == (count, [])
+    assert results.disagreements(document, after) == (count, 0, [])
     row = after["tables"]["sweep_gpt2"][3]
     old, width = row["speedup_high"], row["speedup_high"] - row["speedup_low"]
     row |= {"speedup_low": old, "speedup": old, "speedup_high": old + width}
-    assert results.disagreements(document, after)[1] == []
+    assert results.disagreements(document, after)[2] == []
     row |= {"speedup_low": old + 0.01, "speedup": old + 0.01}
-    [(where, before, now)] = results.disagreements(document, after)[1]
+    [(where, before, now)] = results.disagreements(document, after)[2]
     assert where == "sweep_gpt2: model gpt2, layers 12, width 768, length 128, precision float32, batch 8"
     assert before[2] == old and now[1] == old + 0.01
-    assert len(results.disagreements(after, document)[1]) == 1
+    assert len(results.disagreements(after, document)[2]) == 1
+    after["tables"]["sweep_mlp"].pop()
+    assert results.disagreements(document, after)[:2] == (count - 1, 1)
 
 
 def test_runs_on_other_machines_or_without_a_speedup_in_common_are_not_held_against_each_other(document):
@@ -238,6 +256,34 @@ def test_check_never_takes_a_recording_for_a_measurement(here, document, capsys)
     (here / "now.json").write_text(json.dumps(document))
     assert cli.main(["report", "--check", "now.json"]) == 1
     assert "--check measures here, and nothing is measured" in capsys.readouterr().err
+
+
+def test_an_interrupted_or_partly_failed_run_never_counts_as_agreement(here, document, capsys, monkeypatch):
+    (here / "now.json").write_text(json.dumps(document))
+    tables = {"sweep_mlp": experiments.sweep_mlp()}
+    monkeypatch.setattr(cli.recordings, "tables_are_live", lambda: True)
+    monkeypatch.setattr(cli.results, "gather", lambda names: (tables, missing))
+    for missing, status in (({"sweep_gpt2": "interrupted"}, 130), ({"sweep_gpt2": "out of memory"}, 1), ({}, 0)):
+        assert cli.main(["report", "--check", "now.json"]) == status
+        assert "that were measured before are not in the second run" in capsys.readouterr().out
+    missing = {"sweep_gpt2": "interrupted"}
+    assert cli.main(["export"]) == cli.main(["report"]) == 130 and len(list(here.glob("re*-nvidia-h200-*"))) == 2
+
+
+def test_where_nothing_can_be_written_is_said_before_anything_is_measured(here, capsys, monkeypatch):
+    monkeypatch.setattr(cli.results, "gather", lambda names: pytest.fail("measured for nothing"))
+    (here / "file").touch()
+    for out, why in ((".", "is no file"), ("file/x.json", "nothing can be written in"), ("/dev/null", "is no file")):
+        assert cli.main(["export", "--out", out]) == cli.main(["report", "--out", out]) == 1
+        assert capsys.readouterr().err.count(why) == 2
+    assert cli.main(["compare", "file", "--out", "a.json"]) == 1 and "the page is HTML" in capsys.readouterr().err
+    assert cli.main(["report", "--after", "a.json"]) == 1 and "goes with --check" in capsys.readouterr().err
+
+
+def test_a_file_that_ends_in_part_is_written_like_any_other(here):
+    (here / "x.part").write_text("precious")
+    assert cli.main(["export", "--out", "x"]) == cli.main(["export", "--out", "y.part"]) == 0
+    assert (here / "x.part").read_text() == "precious" and results.read("y.part") == results.read("x")
 
 
 def test_compare_prints_writes_a_board_and_names_what_it_leaves_out(here, document, capsys):

@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 
 torch = pytest.importorskip("torch")
-from labkit import architectures, batching, decode, serving  # noqa: E402
+from alone import alone, prompts_of  # noqa: E402
+
+from labkit import architectures, batching, decode, decoding, serving  # noqa: E402
 from labkit.batching import Request  # noqa: E402
 
 POLICIES = {"powers of two": batching.powers_of_two, "vLLM": batching.vllm_sizes, "every": batching.every_size}
@@ -26,15 +28,6 @@ class Clock:
     def wait(self, until):
         self.waited.append(until - self.at)
         self.at = until
-
-
-def prompts_of(trace, seed=1):
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 96, (request.prompt_tokens,), generator=draw) for request in trace]
-
-
-def alone(model, ids, n):
-    return decode._generated(model, ids[None], torch.ones(1, len(ids), dtype=torch.bool), n)[1][0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +87,7 @@ def test_no_list_of_as_many_sizes_pads_less_than_the_best(policy):
 
 def test_padding_is_counted_by_rows_and_larger_batches_are_not_padded():
     assert batching.wasted_share([4], {3: 2, 4: 1}) == pytest.approx(2 / 12) and batching.wasted_share([2], {5: 1}) == 0
-    assert batching.wasted_share([1], {}) == 0
+    assert batching.wasted_share([1], {}) == 0 and batching.wasted_share([8, 4], {3: 1}) == 0.25
 
 
 @pytest.mark.parametrize("counts, number", [({}, 1), ({4: 0}, 1), ({0: 3}, 1), ({4: 3}, 0)])
@@ -113,14 +106,15 @@ def test_a_poisson_trace_repeats_with_its_seed_and_has_its_rate():
 
 
 @pytest.mark.parametrize("given, why", [((0, 5), "rate above 0"), ((float("nan"), 5), "rate above 0"), ((1, 0), "1 request or more"),
-                                        ((1, 5, (0, 3)), "prompt_tokens are"), ((1, 5, (1, 3), (4, 2)), "output_tokens are")])
+                                        ((1, 5, (0, 3)), "prompt_tokens are"), ((1, 5, (1, 3), (4, 2)), "output_tokens are"),
+                                        ((1e-320, 2), "never arrive")])
 def test_a_trace_of_nothing_is_refused(given, why):
     with pytest.raises(ValueError, match=why):
         batching.poisson_trace(*given)
 
 
 def test_a_trace_file_is_read_in_order_of_arrival(tmp_path):
-    (tmp_path / "trace.csv").write_text("output_tokens,arrival_s,prompt_tokens,user\n3,1.5,7,x\n1,0,2,y\n")
+    (tmp_path / "trace.csv").write_text("\ufeffoutput_tokens, arrival_s,prompt_tokens ,user\n3,1.5,7,x\n1,0,2,y\n", "utf-8")  # as from Excel
     assert batching.read_trace(tmp_path / "trace.csv") == [Request(0.0, 2, 1), Request(1.5, 7, 3)]
 
 
@@ -130,7 +124,8 @@ def test_a_trace_file_is_read_in_order_of_arrival(tmp_path):
     ("arrival_s,prompt_tokens,output_tokens\n1,2,3\n1,2,many\n", "line 3: .* output_tokens 'many'"),
     ("arrival_s,prompt_tokens,output_tokens\n-1,2,3\n", "line 2: .* arrival_s '-1'"),
     ("arrival_s,prompt_tokens,output_tokens\nnan,2,3\n", "line 2"), ("arrival_s,prompt_tokens,output_tokens\n1,0,3\n", "line 2"),
-    ("arrival_s,prompt_tokens,output_tokens\n1,2\n", "line 2: .* output_tokens None")])
+    ("arrival_s,prompt_tokens,output_tokens\n1,2\n", "line 2: .* output_tokens None"),
+    ("arrival_s,prompt_tokens,output_tokens\n1,2," + "3" * 200_000, "trace.csv, line 2: field larger")])
 def test_a_trace_file_that_is_none_names_the_line(tmp_path, text, why):
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(ValueError, match=why):
@@ -195,12 +190,25 @@ def test_what_does_not_fit_is_refused(decoder):
         decoder.advance()
 
 
-@pytest.mark.parametrize("ids, why", [(torch.zeros(33, dtype=torch.int64), "33 places"), (torch.zeros(3), "must be int64"),
+@pytest.mark.parametrize("ids, why", [([1, 2], "must be a tensor"), (torch.zeros(1, 3, dtype=torch.int64), "shape .length,."), (None, "must be a tensor"),
+                                      (torch.zeros(33, dtype=torch.int64), "33 places"), (torch.zeros(3), "must be int64"),
                                       (torch.full((3,), 10**6), "ids must be from 0"), (torch.zeros(0, dtype=torch.int64), "1 token")])
 def test_a_prompt_that_is_none_is_refused_and_takes_no_row(decoder, ids, why):
     with pytest.raises(ValueError, match=why):
         decoder.join(ids)
     assert not decoder.running and not decoder.active.any()
+
+
+@pytest.mark.parametrize("request_", [Request(float("nan"), 3, 2), Request(-1.0, 3, 2), Request(0.0, 3, 0), Request(0.0, 4, 2)])
+def test_a_request_that_is_none_is_named(decoder, request_):
+    with pytest.raises(ValueError, match="request 1: "):
+        batching.serve(decoder, [Request(0.0, 3, 1), request_], prompts_of([Request(0.0, 3, 1)] * 2), Clock())
+
+
+def test_rows_are_a_whole_number(model):
+    for rows in (0, 2.0, True):
+        with pytest.raises(ValueError, match="rows is a whole number"):
+            serving.BatchedDecoder(model, 32, rows)
 
 
 @pytest.mark.parametrize("sizes", [[0], [5], [1.0], [-1, 2]])
@@ -214,6 +222,78 @@ def test_a_model_with_other_masks_or_states_is_refused():
         serving.BatchedDecoder(architectures.tiny_model("bloom", "cpu"), 32, 4)
     with pytest.raises(decode.DecoderRefused):
         serving.BatchedDecoder(architectures.tiny_model("mamba", "cpu"), 32, 4)
+
+
+@pytest.mark.parametrize("name", ["bart", "blenderbot", "marian", "trocr", "xglm"])
+def test_a_model_that_takes_all_rows_to_be_at_one_place_is_refused(name):
+    with pytest.raises(decode.DecoderRefused):
+        serving.BatchedDecoder(architectures.tiny_model(name, "cpu"), 32, 4)
+
+
+def test_rows_that_do_not_get_what_they_get_alone_are_refused(model, monkeypatch):
+    right = decoding.RowsStep.__call__
+
+    def one_too_far(step):
+        step.places.add_(step.active)
+        return right(step)
+
+    monkeypatch.setattr(decoding.RowsStep, "__call__", one_too_far)
+    with pytest.raises(decode.DecoderRefused, match="decoded in rows: .* beside other prompts, the logits of a new token differ"):
+        serving.BatchedDecoder(model, 32, 4)
+
+
+def test_more_places_than_the_model_has_positions_are_refused():
+    with pytest.raises(ValueError, match="has 128 positions, fewer than max_length, 500"):
+        serving.BatchedDecoder(architectures.tiny_model("gpt2", "cpu"), 500, 2)
+
+
+# ---- interrupted
+
+@pytest.mark.parametrize("where", ["join", "advance", "leave"])
+def test_after_an_interruption_the_rows_are_not_used_until_reset(model, decoder, monkeypatch, where):
+    ids = prompts_of([Request(0, 5, 1)])[0]
+    decoder.join(ids), decoder.join(ids)
+
+    class Interrupts(list):
+        def append(self, item):
+            raise KeyboardInterrupt
+
+        def pop(self):
+            raise KeyboardInterrupt
+
+        def __iter__(self):
+            raise KeyboardInterrupt
+
+    decoder.running = Interrupts(decoder.running)
+    monkeypatch.setattr("builtins.max", lambda *given: 0)  # looked at before anything is changed
+    calls = {"join": lambda: decoder.join(ids), "advance": decoder.advance, "leave": lambda: decoder.leave(0)}
+    with pytest.raises(KeyboardInterrupt):
+        calls[where]()
+    monkeypatch.undo()
+    for call in (lambda: decoder.join(ids), lambda: decoder.leave(0)):
+        with pytest.raises(ValueError, match=r"interrupted half-way.*reset\(\)"):
+            call()
+    decoder.reset()
+    assert [decoder.join(ids), *(decoder.advance()[0] for _ in range(6))] == alone(model, ids, 7)
+
+
+def test_an_interrupted_run_leaves_no_row_in_use_and_can_be_run_again(model, decoder):
+    class Stops(Clock):
+        def now(self):
+            if self.at > 0.02:
+                raise KeyboardInterrupt
+            return super().now()
+
+    trace = [Request(0.0, 4, 9)] * 5
+    prompts = prompts_of(trace)
+    with pytest.raises(KeyboardInterrupt):
+        batching.serve(decoder, trace, prompts, Stops())
+    assert not decoder.running
+    served = batching.serve(decoder, trace, prompts, Clock())
+    assert [one.tokens for one in served] == [alone(model, ids, 9) for ids in prompts]
+    decoder.join(prompts[0])
+    with pytest.raises(ValueError, match="1 rows are in use"):
+        batching.serve(decoder, trace, prompts, Clock())
 
 
 # ---- the loop
@@ -248,7 +328,7 @@ def test_the_loop_waits_for_requests_that_are_yet_to_come(decoder):
 
 def test_a_request_that_does_not_fit_is_named_before_any_runs(decoder):
     trace = [Request(0, 3, 2), Request(0, 30, 4)]
-    with pytest.raises(ValueError, match="request 1 brings 30 tokens .* wants 4; a row has 32 places"):
+    with pytest.raises(ValueError, match="request 1: a prompt of 30 tokens and 4 new ones fill 33 places, and the cache has 32"):
         batching.serve(decoder, trace, prompts_of(trace), Clock())
     assert not decoder.steps
 
@@ -260,5 +340,7 @@ def test_the_summary_counts_what_it_says():
     assert found["tokens"] == 4 and found["tokens_per_s"] == 2.0 and found["steps"] == 4
     assert found["ttft_ms_p50"] == pytest.approx(750) and found["itl_ms_p50"] == pytest.approx(150)
     assert found["replayed_share"] == 0.75 and found["padding_share"] == pytest.approx(3 / 17)
+    with pytest.raises(ValueError, match="nothing was served"):
+        batching.summary([], Counter())
     lone = batching.summary([other], Counter())
     assert lone["itl_ms_p99"] is None and lone["padding_share"] == 0
