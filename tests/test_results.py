@@ -114,7 +114,7 @@ def test_mangled_files_are_read_or_refused_and_nothing_else(document, kept):
     chance, text = random.Random(5), json.dumps(document)
     bits = ["{", "]", '"', ",", "null", "-1e999", "true", "\\u0000", "<img src=x>", "\x00", "9" * 400, "[]"]
     refused = 0
-    for _ in range(300):
+    for _ in range(80):
         at, cut = chance.randrange(len(text)), chance.randrange(12)
         path = kept(text[:at] + chance.choice(bits) + text[at + cut:])
         try:
@@ -123,7 +123,7 @@ def test_mangled_files_are_read_or_refused_and_nothing_else(document, kept):
             refused += 1
         else:
             assert "<img" not in json.dumps(found)
-    assert refused > 250
+    assert refused > 60
 
 
 def test_a_folder_is_read_and_what_is_left_out_is_named(document, kept, tmp_path):

@@ -118,8 +118,8 @@ def test_a_failed_start_shows_the_last_lines(vllm):
 
 def test_one_that_takes_too_long_is_stopped_with_all_it_started(vllm):
     began = time.monotonic()
-    with pytest.raises(VllmFailed, match=r"(?s)did not end within 4 s.*started (\d+)") as caught:
-        vllm_runs.run_vllm({"enforce_eager": True}, timeout_s=4)
+    with pytest.raises(VllmFailed, match=r"(?s)did not end within 2 s.*started (\d+)") as caught:
+        vllm_runs.run_vllm({"enforce_eager": True}, timeout_s=2)
     assert time.monotonic() - began < 30
     pid = int(str(caught.value).rpartition("started ")[2].split()[0])
     for _ in range(100):
@@ -169,7 +169,7 @@ def server():
             pass
 
     serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{serving.server_port}", answers
     serving.shutdown()
     serving.server_close()
