@@ -114,12 +114,12 @@ def _speedups(documents, sweep):
 
 
 def _curve(table):
-    """Return the first curve of a sweep in float16."""
-    first = table[(table["precision"] == "float16") & (table["skipped"] == "")].iloc[:1]
-    keys = list(results.POINT[:5])
-    chosen = table.merge(first[keys], on=keys)
-    chosen.attrs = table.attrs
-    return chosen
+    """Return the first curve of a sweep in float16, as a table."""
+    import pandas
+
+    curve = pandas.DataFrame(results.first_curve(table.to_dict("records")))
+    curve.attrs = table.attrs
+    return curve
 
 
 def _idle(table):
