@@ -50,7 +50,8 @@ def record(names=(), commit=None, out=None):
 def _jobs(names):
     """Return {file name: call that measures it} for experiments and labs; an unknown name is a RecordingError."""
     jobs = {name: functools.partial(_experiment, fn) for name, fn in experiments.EXPERIMENTS.items()}
-    jobs |= {f"lab-{path.stem}": functools.partial(_lab, path) for path in build.solutions()}
+    jobs |= {f"lab-{path.stem}": functools.partial(_lab, path) for path in build.solutions()
+             if any(map(recordings.is_recorded, build.code_cells(path)))}
     known = [name.removeprefix("lab-") for name in jobs]
     if unknown := set(names) - {*known, *jobs}:
         raise RecordingError(f"nothing here is called {', '.join(sorted(unknown))}; there are: {', '.join(known)}")

@@ -85,8 +85,11 @@ def test_predictions_stand_beside_what_was_measured():
     assert made[["predicted_eager_us", "graph_error"]].iloc[1].isna().all() and made.attrs["provenance"]["gpu"] == "made up"
 
 
-def test_the_queue_that_lab_40_teaches_is_the_packaged_one():
-    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "40_explore_batch_size.ipynb")
+SOLUTIONS = build.NOTEBOOKS / "solutions"
+
+
+def test_the_queue_that_lab_41_teaches_is_the_packaged_one():
+    cells = build.code_cells(SOLUTIONS / "41_predict_the_speedup.ipynb")
     names = {}
     exec(next(cell for cell in cells if cell.startswith("def eager_us(")), names)
     for launches, kernels in (([10.0] * 9, [2.0] * 9), ([5.0] * 9, [30.0] * 9), ([10.0, 1.0, 1.0] * 5, [2.0, 20.0, 2.0] * 5)):
@@ -95,8 +98,8 @@ def test_the_queue_that_lab_40_teaches_is_the_packaged_one():
             assert taught == pytest.approx(launch_model.eager_us(launches, kernels, CONSTANTS, calls))
 
 
-def test_the_launches_and_the_floor_that_lab_40_teaches_are_the_packaged_ones():
-    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "40_explore_batch_size.ipynb")
+def test_the_launches_and_the_floor_that_the_labs_teach_are_the_packaged_ones():
+    cells = [cell for path in SOLUTIONS.glob("4*.ipynb") for cell in build.code_cells(path)]
     taught = {"numpy": np}
     for name in ("launches_us", "floor_us"):
         exec(next(cell for cell in cells if cell.startswith(f"def {name}(")).partition("\n\n")[0], taught)
@@ -117,8 +120,8 @@ def test_a_sweep_without_any_trace_gets_no_predictions():
         assert not launch_model.traced(made).any()
 
 
-def test_lab_40_keeps_the_name_of_its_table_of_predictions_for_it():
-    cells = build.code_cells(build.NOTEBOOKS / "solutions" / "40_explore_batch_size.ipynb")
+def test_lab_41_keeps_the_name_of_its_table_of_predictions_for_it():
+    cells = build.code_cells(SOLUTIONS / "41_predict_the_speedup.ipynb")
     assert sum("predicted = " in cell for cell in cells) == 1  # else a cell run again would break those below
 
 
