@@ -210,7 +210,7 @@ def report(args):
 
 
 def check(args):
-    """Say where the speedups of two runs on one machine differ; 1 if the intervals of one do not overlap."""
+    """Say which speedups of two runs on one machine have intervals that do not overlap; 1 if there are any."""
     before = results.read(args.check)
     if not args.after and not recordings.tables_are_live():
         raise Refusal(f"--check measures here, and nothing is measured: {machine.mode().reason}; --after FILE compares two files")

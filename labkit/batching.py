@@ -207,8 +207,9 @@ def summary(served, steps):
     first = [1e3 * (one.came_s[0] - one.request.arrival_s) for one in served]
     between = [1e3 * (b - a) for one in served for a, b in zip(one.came_s, one.came_s[1:])]
     span = max(one.came_s[-1] for one in served) - min(one.request.arrival_s for one in served)
-    real, run, replayed = (sum(rows * times for rows, times in each) for each in zip(*(
-        ((count, times), (size, times), (was, times)) for (count, size, was), times in steps.items()))) if steps else (0, 0, 0)
+    real = sum(count * times for (count, _, _), times in steps.items())
+    run = sum(size * times for (_, size, _), times in steps.items())
+    replayed = sum(times for (_, _, was), times in steps.items() if was)
     found = {"requests": len(served), "tokens": sum(len(one.tokens) for one in served)}
     found["tokens_per_s"] = found["tokens"] / span if span else None
     for name, times in (("ttft_ms", first), ("itl_ms", between)):

@@ -29,7 +29,7 @@ def page(tables, missing=None):
                 reasons.setdefault(" and ".join(wanted), str(error).splitlines()[0])
     return _filled("report.html", title=f"CUDA Graphs on {about['gpu']}", labels=list(dict.fromkeys(one["label"] for one in told)),
                    machine={name: about[key] for key, name in MACHINE.items() if about.get(key) is not None}, verdicts=verdicts,
-                   unknown=unknown, marks=MARKS, counts=Counter(v.verdict for v in verdicts), say=_number, pictures=pictures,
+                   unknown=unknown, marks=MARKS, counts=Counter(v.verdict for v in verdicts), say=_number, pictures=pictures, traced="step_trace" in tables,
                    method=_method(tables), tables=list(map(_download, tables.values(), tables)), missing=reasons)
 
 

@@ -6,6 +6,7 @@ to a file, of which a failure shows the end. Nothing is left running.
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ CONFIGURATIONS = {  # what is handed to vllm.LLM
     "default, at most 16 sequences": {"max_num_seqs": 16},
 }
 ALWAYS_GIVEN = {"seed": 0, "max_model_len": 2048, "max_num_seqs": 256, "gpu_memory_utilization": 0.5, "disable_log_stats": False,
-          "cudagraph_metrics": True, "skip_tokenizer_init": True}
+                "cudagraph_metrics": True, "skip_tokenizer_init": True}
 SHAPE = {  # the shape of Llama 3.2 1B, as a config.json; its weights are dummies
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
@@ -36,10 +37,10 @@ VLLM_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPT_TOKENS, SHORT_TEXT, LONG_TEXT = 32, 16, 80  # tokens: the step is what the longer text takes more, for each token more
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
                "TOKENIZERS_PARALLELISM": "false"}
-LOGGED = {  # what is read off vLLM's log: {name: (pattern, how the number reads)}
-    "captured_in_s": (r"Graph capturing finished in ([\d.]+) secs", float), "graphs_gib": (r"secs, took (-?[\d.]+) GiB", float),
-    "weights_gib": (r"Model loading took ([\d.]+) GiB", float), "engine_s": (r"init engine \(.*?\) took ([\d.]+) s", float),
-    "compiled_in_s": (r"torch\.compile took ([\d.]+) s in total", float)}
+LOGGED = {  # the numbers that are read off vLLM's log
+    "captured_in_s": r"Graph capturing finished in ([\d.]+) secs", "graphs_gib": r"secs, took (-?[\d.]+) GiB",
+    "weights_gib": r"Model loading took ([\d.]+) GiB", "engine_s": r"init engine \(.*?\) took ([\d.]+) s",
+    "compiled_in_s": r"torch\.compile took ([\d.]+) s in total"}
 GRAPH_USE = re.compile(r"\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*(\w+)\s*\|\s*(\d+)\s*\|")  # of the table of graph metrics
 SHOWN = 15  # last lines of the log in an error
 
@@ -53,7 +54,7 @@ def installed():
     return importlib.util.find_spec("vllm") is not None
 
 
-def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=None, entry="_in_vllm"):
+def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=None):
     """Run one configuration of vLLM in a process of its own; returns what it told, with what its log says, as one dict.
 
     options: keywords of vllm.LLM. model: the name or folder of a model; left out, the shape of a 1B Llama with dummy weights.
@@ -69,31 +70,31 @@ def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=
             given.pop("skip_tokenizer_init")
         log, told = folder / "log", folder / "told"
         told.touch()
-        ended = _vllm_child(entry, {"options": given, "batches": list(batches), "told": str(told)}, log, told, timeout_s, progress)
+        ended = _vllm_child({"options": given, "batches": list(batches), "told": str(told)}, log, told, timeout_s, progress)
         text = log.read_text("utf-8", "replace")
         if ended:
             last = "\n  ".join(line[:300] for line in text.strip().splitlines()[-SHOWN:])
             raise VllmFailed(f"vLLM {ended}. The last lines of its log:\n  {last or '(none)'}")
-        found = {key: value for line in told.read_text().splitlines() for key, value in json.loads(line).items() if key != "step"}
-        steps = [json.loads(line)["step"] for line in told.read_text().splitlines() if "step" in json.loads(line)]
-        return found | {"steps": steps, **read_log(text)}
+        first, *steps = map(json.loads, told.read_text().splitlines())
+        return first | {"steps": [step["step"] for step in steps], **read_log(text)}
 
 
-def _vllm_child(entry, given, log, told, timeout_s, progress):
-    """Run `entry` of this module in a process group of its own and wait; returns "" or how it ended otherwise."""
-    code = f"import json, sys; from labkit import vllm_runs; vllm_runs.{entry}(**json.loads(sys.argv[1]))"
+def _vllm_child(given, log, told, timeout_s, progress):
+    """Run _in_vllm in a process group of its own and wait; returns "" or how it ended otherwise."""
+    code = "import json, sys; from labkit import vllm_runs; vllm_runs._in_vllm(**json.loads(sys.argv[1]))"
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if Path(given["options"]["model"]).exists():
         environment["HF_HUB_OFFLINE"] = "1"
     with open(log, "wb") as file:
         child = subprocess.Popen([sys.executable, "-c", code, json.dumps(given)], stdin=subprocess.DEVNULL, stdout=file,
                                  stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-    began, seen = time.monotonic(), 0
+    began, seen, running = time.monotonic(), 0, True
     try:
-        while child.poll() is None:
+        while running:
             if time.monotonic() - began > timeout_s:
                 return f"did not end within {timeout_s:g} s"
             time.sleep(0.05)
+            running = child.poll() is None  # looked at first, so that what it told last is heard, too
             whole = told.read_text().rpartition("\n")[0].splitlines()
             for line in whole[seen:] if progress else ():
                 progress(json.loads(line))
@@ -111,12 +112,13 @@ def _vllm_child(entry, given, log, told, timeout_s, progress):
 def read_log(text):
     """Return what vLLM's log says, as a dict: numbers (None where no line has them), the lines, and the table of graph use.
 
-    graph_use: {mode: steps}; padded: the tokens that were padding, of all. lines: the log's own, that the numbers stand in.
+    graph_use: {mode: steps}; padding_share: of all tokens that were run, those that were padding. lines: those of the log
+    that the numbers stand in.
     """
     found, lines = {}, []
-    for name, (pattern, read) in LOGGED.items():
+    for name, pattern in LOGGED.items():
         match = re.search(pattern, text)
-        found[name] = read(match[1]) if match else None
+        found[name] = float(match[1]) if match else None
         if match:
             start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
             lines.append(text[start:end if end >= 0 else None].strip()[:300])
@@ -158,7 +160,7 @@ def look(url, timeout_s=10):
     for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", text, re.M):
         with suppress(ValueError):
             metrics[name] = metrics.get(name, 0.0) + float(value)
-    return {"version": str(version), "metrics": metrics, "graphs": [name for name in metrics if re.search("graph", name)]}
+    return {"version": str(version), "metrics": metrics, "graphs": [name for name in metrics if "graph" in name]}
 
 
 def _fetched(url, timeout_s):
@@ -209,9 +211,9 @@ def _write_texts(llm, batch, tokens):
     """Let vLLM write so many tokens after `batch` prompts, each another one, so that no prefix is found again."""
     from vllm import SamplingParams
 
-    _write_texts.calls += 1
-    prompts = [{"prompt_token_ids": [(7 * _write_texts.calls + 31 * row + place) % 1000 + 3 for place in range(PROMPT_TOKENS)]} for row in range(batch)]
+    prompts = [{"prompt_token_ids": [number // 1000 % 1000 + 3, number % 1000 + 3, *range(3, PROMPT_TOKENS + 1)]}
+               for number in itertools.islice(_prompts_so_far, batch)]
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
 
 
-_write_texts.calls = 0
+_prompts_so_far = itertools.count()

@@ -108,7 +108,9 @@ def test_a_report_on_few_tables_says_which_claims_were_not_measured(tables):
 
 def test_a_report_without_verdicts_or_pictures_has_no_empty_headings(tables):
     elements = Elements(report.page({"ceilings": tables["ceilings"]}))
-    assert "Pictures" not in elements.text.partition("Machine")[2] and not elements.all("img") and "ceilings.csv" in elements.text
+    targets = {attrs["id"] for _, attrs in elements.tags if "id" in attrs}
+    assert {link["href"][1:] for link in elements.all("a") if link["href"].startswith("#")} <= targets
+    assert "Pictures" not in elements.text and "profiler" not in elements.text.partition("How it was measured")[0] and not elements.all("img") and "ceilings.csv" in elements.text
 
 
 def test_a_table_without_a_column_costs_only_what_needs_it(tables):

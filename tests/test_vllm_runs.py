@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import sys
 import threading
 import time
 
@@ -98,7 +99,18 @@ def test_a_configuration_tells_steps_sizes_and_what_its_log_says(vllm):
     assert found["steps"][0] | {"samples": 0} == {"batch": 1, "wall_us": 1000.0, "wall_us_low": 998.0, "wall_us_high": 1002.0,
                                                   "rounds": 7, "samples": 0}
     assert found["graphs_gib"] == 0.45 and found["start_s"] > 0
-    assert heard and heard[0]["vllm"] == found["vllm"]
+    assert heard[0]["vllm"] == found["vllm"] and [said["step"] for said in heard[1:]] == found["steps"]
+
+
+def test_no_prompt_comes_twice_and_all_are_of_one_length(vllm, monkeypatch):
+    import vllm as made_up
+    llm = made_up.LLM.__new__(made_up.LLM)
+    llm.written = []
+    for _ in range(20):
+        vllm_runs._write_texts(llm, 128, 16)  # the made-up generate looks at the prompts
+    assert len(set(llm.written)) == 20 * 128
+    assert {len(json.loads(ids)) for ids in llm.written} == {vllm_runs.PROMPT_TOKENS}
+    monkeypatch.delitem(sys.modules, "vllm")
 
 
 def test_what_the_log_says_is_read_with_its_lines():
