@@ -260,7 +260,7 @@ def _bound_memory():
         Path("/proc/self/oom_score_adj").write_text("1000")
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(MOST_MEMORY * free / total)
+        torch.cuda.set_per_process_memory_fraction(min(MOST_MEMORY * free / total, machine.share_of_memory()))
 
 
 def _execute(source, outputs):

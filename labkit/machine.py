@@ -170,10 +170,20 @@ def _handle():
 
 
 def free_bytes():
-    """Return the GPU's free memory in bytes; raises NoGPU."""
+    """Return the GPU memory in bytes that is free and that this process may still take; raises NoGPU."""
     require_gpu("Reading the free GPU memory")
     import torch
-    return torch.cuda.mem_get_info()[0]
+    free, total = torch.cuda.mem_get_info()
+    return max(0, min(free, int(share_of_memory() * total) - torch.cuda.memory_reserved()))
+
+
+def share_of_memory():
+    """Return the share of the GPU's memory that one process may take: LABKIT_GPU_SHARE where several people share a GPU, else 1.0."""
+    said = os.environ.get("LABKIT_GPU_SHARE", "1")
+    with contextlib.suppress(ValueError):
+        if 0 < float(said) <= 1:
+            return float(said)
+    raise ValueError(f"LABKIT_GPU_SHARE is {said!r}: give a share of the GPU's memory, above 0 and at most 1, as in 0.2")
 
 
 def used_bytes(uuid):

@@ -216,3 +216,19 @@ def test_settings_that_mean_nothing_are_named(monkeypatch, capsys, name, value, 
     assert wrong in said and bool(wrong) == bool(said) and (not said or said.startswith(f"{name}={value}"))
     if said:
         assert cli.main(["run", "00"]) == 1 and said in capsys.readouterr().err
+
+
+def test_a_share_of_the_gpus_memory_is_read_and_a_wrong_one_named(monkeypatch):
+    import torch
+
+    assert machine.share_of_memory() == 1.0
+    monkeypatch.setenv("LABKIT_GPU_SHARE", "0.25")
+    assert machine.share_of_memory() == 0.25
+    monkeypatch.setattr(machine, "require_gpu", lambda what: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 50)
+    assert machine.free_bytes() == 200  # a quarter of it all, less what this process has
+    for wrong in ("0", "1.5", "-1", "half", "", "nan"):
+        monkeypatch.setenv("LABKIT_GPU_SHARE", wrong)
+        with pytest.raises(ValueError, match="LABKIT_GPU_SHARE is .*give a share"):
+            machine.share_of_memory()
