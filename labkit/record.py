@@ -80,10 +80,9 @@ def _experiment(fn):
 
 
 def _lab(path):
-    """Run a solution notebook live, on just recorded tables if all are; return what its recorded cells put out."""
-    folder = recordings.FOLDER / machine.describe().slug
-    tables = all((folder / f"{name}.json").exists() for name in experiments.EXPERIMENTS)
-    given = {"LABKIT_TABLES": "recorded", "LABKIT_RECORDING": folder.name} if tables else {}
+    """Run a solution notebook live, on tables that are recorded where they are; return what its recorded cells put out."""
+    slug = machine.describe().slug
+    given = {"LABKIT_TABLES": "recorded", "LABKIT_RECORDING": slug} if slug in recordings.available() else {}
     ran = [cell for cell in build.execute(path, **given).cells
            if cell.cell_type == "code" and recordings.is_recorded(cell.source)]
     cells = {recordings.cell_key(cell.source): {"code_hash": recordings.code_hash(cell.source),

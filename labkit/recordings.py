@@ -195,9 +195,9 @@ def live_or_recorded(experiment, params, measure, source):
     """Return the table of an experiment: `measure()` run now on this GPU, or its recording, with provenance in attrs.
 
     `measure` returns rows (dicts); a row's "samples" stay out of the table. Without a GPU, or where LABKIT_TABLES is
-    "recorded", it is the recording, and `params` must be the recorded ones (RecordingError otherwise).
+    "recorded" and there is one, it is the recording, and `params` must be the recorded ones (RecordingError otherwise).
     """
-    if tables_are_live():
+    if tables_are_live() or machine.mode().live and not (FOLDER / chosen() / f"{experiment}.json").exists():
         return table(measure(), provenance(experiment))
     document = load(experiment)
     if json.loads(json.dumps(params)) != document["params"]:

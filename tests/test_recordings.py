@@ -308,6 +308,20 @@ def test_a_labs_gpu_cells_are_recorded_live(gpu, tmp_path, monkeypatch):
     assert not told["stale"] and "ValueError: boom" in outputs[0]["text"] and "untouched" in outputs[0]["text"]
 
 
+def test_a_lab_is_recorded_on_the_tables_that_are_there_and_measures_the_others(gpu, tmp_path, monkeypatch):
+    write(gpu)
+    asked = {}
+    monkeypatch.setattr(build, "execute", lambda path, **given: asked.update(given) or nbformat.v4.new_notebook())
+    write_lab(tmp_path, ["%%gpu\n1"])
+    record.record(["10_tiny"], commit="abc1234")
+    assert asked == {"LABKIT_TABLES": "recorded", "LABKIT_RECORDING": "nvidia-test"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    new = [{"size": 7}]
+    assert list(recordings.live_or_recorded("tiny", {"n": 3}, lambda: new, SOURCE)["size"]) == [1, 2]
+    assert list(recordings.live_or_recorded("other", {"n": 3}, lambda: new, SOURCE)["size"]) == [7]
+
+
 # ---- the recordings in this repository
 
 EVERY = sorted(recordings.FOLDER.glob("*/*.json"))
