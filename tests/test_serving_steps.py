@@ -90,7 +90,7 @@ def gpu(monkeypatch):
         decoder.begin = lambda ids, mask: decoder.step.prefill(ids, mask, "greedy")
 
     monkeypatch.setattr(decode.GraphedDecoder, "__init__", captured)
-    for name, value in (("ROWS", 4), ("PLACES", 24), ("TOKENS", (3, 8)), ("RATES", (10, 30)), ("TRACE_S", 1), ("STEP_SIZES", (1, 2, 3, 4)),
+    for name, value in (("ROWS", 4), ("PLACES", 24), ("TOKENS", (3, 8)), ("RATES", (3, 9)), ("TRACE_S", 1), ("STEP_SIZES", (1, 2, 3, 4)),
                         ("EAGER_STEPS", (1, 2, 4)), ("POOL_SIZES", [1, 2, 4]), ("PREFILL_SIZES", (8, 16, 32)), ("PREFILL_TOKENS", (10, 20, 40))):
         monkeypatch.setattr(serving_steps, name, value)
     return asked
@@ -106,9 +106,12 @@ def measured(name):
 WAYS = ["eager", "powers of two", "vLLM's list", "chosen sizes", "every size"]
 
 
-def test_a_trace_is_served_in_each_way_at_each_rate_in_each_round(gpu):
+def test_a_trace_is_served_in_each_way_at_each_rate_in_each_round(gpu, monkeypatch):
+    seeds, real = [], serving_steps.trace_at
+    monkeypatch.setattr(serving_steps, "trace_at", lambda rate, seed=0: seeds.append(seed) or real(rate, seed))
     rows = measured("serving_ways")
-    assert [(row["rate"], row["way"], row["round"]) for row in rows] == [(rate, way, n) for rate in (10, 30) for way in WAYS for n in (0, 1)]
+    assert [(row["rate"], row["way"], row["round"]) for row in rows] == [(rate, way, n) for rate in (3, 9) for way in WAYS for n in (0, 1)]
+    assert seeds == [1, 1] + [0] * 20 and real(9, 0) != real(9, 1) and len(real(9)) == 9  # sizes are chosen from other requests
     of = {row["way"]: row for row in rows}
     assert of["eager"]["graphs"] == of["eager"]["replayed_share"] == of["eager"]["padding_share"] == of["eager"]["pool_mib"] == 0
     assert of["powers of two"]["sizes"] == [1, 2, 4] and of["every size"]["sizes"] == [1, 2, 3, 4]
@@ -119,15 +122,8 @@ def test_a_trace_is_served_in_each_way_at_each_rate_in_each_round(gpu):
         assert row["padding_share"] == pytest.approx(batching.wasted_share(row["sizes"], dict(row["batches"])))
 
 
-def test_sizes_are_chosen_from_other_requests_than_those_that_are_served(gpu, monkeypatch):
-    seeds, real = [], serving_steps.trace_at
-    monkeypatch.setattr(serving_steps, "trace_at", lambda rate, seed=0: seeds.append(seed) or real(rate, seed))
-    measured("serving_ways")
-    assert seeds == [1, 1] + [0] * 20 and real(10, 0) != real(10, 1) and len(real(30)) == 30
-
-
 def test_each_way_writes_the_same_tokens(gpu):
-    model, trace = architectures.tiny_model("llama", "cpu"), serving_steps.trace_at(30)
+    model, trace = architectures.tiny_model("llama", "cpu"), serving_steps.trace_at(9)
     written = []
     for sizes in ([], [1, 2, 4]):
         decoder = serving.BatchedDecoder(model, 24, 4, sizes)
