@@ -44,11 +44,12 @@ class BatchedDecoder:
         self.places = torch.zeros(rows, dtype=torch.int64, device=device)  # where each row writes next
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self.active = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.logits = torch.zeros(rows, len(step.ends), device=device)  # of the last step that was replayed
         self.eager, self.graphs, self.steps, pool = functools.cache(self._step_of), {}, Counter(), None
         self.reset()
         try:
             for size in reversed(self.sizes if self.alone.captured else []):
-                self.graphs[size] = graphs.GraphedCallable(self.eager(size), clone=False, pool=pool)
+                self.graphs[size] = graphs.GraphedCallable(self.without_output(size), clone=False, pool=pool)
                 pool = self.graphs[size].pool
             self._prove()
         except (torch.OutOfMemoryError, graphs.CaptureError):
@@ -60,6 +61,10 @@ class BatchedDecoder:
 
     def _step_of(self, size):
         return self.alone.step.over_rows(self.kept, self.places[:size], self.tokens[:size], self.active[:size])
+
+    def without_output(self, size):
+        """Return the step of a size as it is captured: what a graph hands out keeps its place in the pool, so it hands nothing out."""
+        return functools.partial(_written, self.logits[:size], self.eager(size))
 
     def _prove(self):
         """Raise DecoderRefused unless prompts of different lengths get, side by side, the logits and tokens they get alone."""
@@ -125,10 +130,10 @@ class BatchedDecoder:
         """Run the step; returns its logits, (rows run, vocabulary)."""
         size = at_least(self.sizes, len(self.running))
         graph = self.graphs.get(size)
-        if graph and size not in self.unchecked:
-            graph.replay()
-        logits = graph.outputs[0] if graph and size not in self.unchecked else (graph or self.eager(size))()
-        self.unchecked.discard(size)
+        if graph:
+            (graph if size in self.unchecked else graph.replay)()
+            self.unchecked.discard(size)
+        logits = self.logits[:size] if graph else self.eager(size)()
         self.steps[len(self.running), size, bool(graph)] += 1
         self.running = [length + 1 for length in self.running]
         return logits
@@ -165,6 +170,11 @@ class BatchedDecoder:
     def capture_seconds(self):
         """Seconds that all captures took, with their warm-up."""
         return sum(graph.capture_seconds for graph in self.graphs.values())
+
+
+def _written(into, step):
+    """Run a step and write its logits, (rows, vocabulary), to a place that stays."""
+    into.copy_(step())
 
 
 class PiecewisePrefill:

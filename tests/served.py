@@ -34,7 +34,7 @@ def steps():
 def pools():
     """Return rows of serving_pools."""
     sizes, rows = batching.vllm_sizes(128), []
-    for how, order, each in (("one pool, largest first", sizes[::-1], 2), ("one pool, smallest first", sizes, 20), ("a pool for each", sizes[::-1], None)):
+    for how, order, each in (("one pool, largest first", sizes[::-1], 2), ("one pool, smallest first", sizes, 20), ("a pool for each", sizes[::-1], None), ("one pool, outputs kept", sizes[::-1], 40)):
         kept = 0
         for number, size in enumerate(order, 1):
             kept += (2 + size) * 2**20 if each is None else (130 if number == 1 and each == 2 else each) * 2**20

@@ -21,7 +21,7 @@ class Static:
         self.fn, self.args, self.pool = fn, (args,) if isinstance(args, torch.Tensor) else tuple(args), pool or (0, len(self.made) + 1)
         with torch.inference_mode():
             self.result = fn(*self.args)
-        self.outputs = tuple(pytree.tree_leaves(self.result))
+        self.outputs = tuple(leaf for leaf in pytree.tree_leaves(self.result) if leaf is not None)
         self.made.append(self)
 
     def __call__(self, *args):
@@ -31,8 +31,9 @@ class Static:
 
     def replay(self):
         with torch.inference_mode():
-            for old, new in zip(self.outputs, pytree.tree_leaves(self.fn(*self.args)), strict=True):
-                old.copy_(new)
+            new = self.fn(*self.args)
+            for old, leaf in zip(self.outputs, pytree.tree_leaves(new) if new is not None else (), strict=True):
+                old.copy_(leaf)
 
 
 class Clock:
@@ -158,10 +159,11 @@ def test_pools_are_followed_size_by_size(gpu):
     rows = measured("serving_pools")
     assert [(row["how"], row["size"]) for row in rows] == [
         (how, size) for how, order in (("one pool, largest first", (4, 2, 1)), ("one pool, smallest first", (1, 2, 4)),
-                                       ("a pool for each", (4, 2, 1))) for size in order]
-    assert [row["pool_bytes"] / 2**20 for row in rows] == [1, 2, 3] * 3 and [row["taken_bytes"] / 2**20 for row in rows] == [1, 2, 3] * 3
-    pools = [graph.pool for graph in Static.made[-9:]]
-    assert [len(set(pools[i:i + 3])) for i in (0, 3, 6)] == [1, 1, 3]
+                                       ("a pool for each", (4, 2, 1)), ("one pool, outputs kept", (4, 2, 1))) for size in order]
+    assert [row["pool_bytes"] / 2**20 for row in rows] == [row["taken_bytes"] / 2**20 for row in rows] == [1, 2, 3] * 4
+    made = Static.made[-12:]
+    assert [len({graph.pool for graph in made[i:i + 3]}) for i in (0, 3, 6, 9)] == [1, 1, 3, 1]
+    assert [len(graph.outputs) for graph in made] == [0] * 9 + [1] * 3
 
 
 def test_prefills_are_compared_in_three_ways_and_come_out_alike(gpu, monkeypatch):

@@ -120,18 +120,22 @@ def step_of_loop(decoder, batch):
 
 @experiment
 def serving_pools():
-    """Capture a step of our loop at each of vLLM's sizes up to 128: bytes kept, in one pool and in many, by order of capture."""
+    """Capture a step of our loop at each of vLLM's sizes up to 128: bytes kept, in one pool and in many, by order of capture.
+
+    The last way hands the logits out, (size, vocabulary), which then keep their place in the pool.
+    """
     import torch
 
     from labkit import contents, graphs, serving
 
     decoder, rows = serving.BatchedDecoder(_server_model(), PLACES, POOL_SIZES[-1]), []
-    for how, order, shared in (("one pool, largest first", POOL_SIZES[::-1], True), ("one pool, smallest first", POOL_SIZES, True),
-                               ("a pool for each", POOL_SIZES[::-1], False)):
+    down, quiet = POOL_SIZES[::-1], decoder.without_output
+    for how, order, shared, step in (("one pool, largest first", down, True, quiet), ("one pool, smallest first", POOL_SIZES, True, quiet),
+                                     ("a pool for each", down, False, quiet), ("one pool, outputs kept", down, True, decoder.eager)):
         torch.cuda.empty_cache()
         made, free = [], torch.cuda.mem_get_info()[0]
         for size in order:
-            made.append(graphs.GraphedCallable(decoder.eager(size), clone=False, pool=made[0].pool if made and shared else None))
+            made.append(graphs.GraphedCallable(step(size), clone=False, pool=made[0].pool if made and shared else None))
             torch.cuda.empty_cache()
             rows.append({"how": how, "size": size, "graphs": len(made), "capture_s": made[-1].capture_seconds,
                          "pool_bytes": sum(map(contents.pool_bytes, {graph.pool for graph in made})),
