@@ -130,7 +130,7 @@ def view(model):
         widget.observe(lambda change, name=name: moved(change, name), names="value")
     model.observe(show, names="shown")
     model.observe(tell, names=["status", "busy"])
-    buttons["measure"].on_click(lambda _: _start(model.measure()))
+    buttons["measure"].on_click(lambda _: start(model.measure()))
     buttons["stop"].on_click(lambda _: model.stop())
     show(), tell()
     made["gpu"].layout.display = None if len(model.sources) > 1 else "none"
@@ -150,7 +150,8 @@ def _options(model, name):
     return tuple((SHOWN[o], o) for o in options) if name == "model" else options
 
 
-def _start(measuring):
+def start(measuring):
+    """Run a coroutine beside the cells, and keep it alive."""
     task = asyncio.ensure_future(measuring)
     _RUNNING.add(task)
     task.add_done_callback(_RUNNING.discard)
