@@ -9,7 +9,7 @@ from html import escape
 from math import ceil, log2
 from pathlib import Path
 
-from labkit import charts, machine, recordings
+from labkit import charts, machine, recordings, report
 from labkit.experiments.registry import EXPERIMENTS, in_child
 from labkit.experiments.sweeps import INPUTS, PRECISIONS
 
@@ -136,11 +136,8 @@ class Decision:
     __repr__ = __str__
 
     def _repr_html_(self):
-        left = 'style="text-align:left;vertical-align:top;max-width:24em;white-space:pre-wrap"'
-        rows = "".join(f'<tr><th scope="row" {left}>{escape(what)}</th>' + "".join(f"<td {left}>{escape(text)}</td>" for text in texts) + "</tr>"
-                       for what, texts in self.rows().items())
         rules = "".join(f"<li>{escape(advice)}: {escape(rule)}.</li>" for advice, rule in RULES.items())
-        return (f'<p><b>{escape(self.model)}: {escape(self.recommendation)}</b></p><div style="overflow-x:auto"><table>{rows}</table></div>'
+        return (f'<p><b>{escape(self.model)}: {escape(self.recommendation)}</b></p>{report.grid(self.rows())}'
                 f"<small>{escape(self.label)}.</small><details><summary>The rules</summary><ul>{rules}</ul>{REMARKS}</details>")
 
 
@@ -314,8 +311,8 @@ def _step(batch, kind, model, size, precision, inputs):
     return fn, (x,)
 
 
-def _from_config(path, dtype):
-    """Build a causal LM of transformers on the GPU from its config, with random weights: time does not depend on them."""
+def _from_config(path, dtype, device="cuda"):
+    """Build a causal LM of transformers from its config, with random weights: time does not depend on them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -325,7 +322,7 @@ def _from_config(path, dtype):
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     models.require_room(f"a {config.model_type} of {weights / 1e9:.1f} billion weights in {dtype}", weights * dtype.itemsize)
-    with torch.device("cuda"):
+    with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
 
 

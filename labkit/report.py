@@ -2,6 +2,7 @@
 
 import base64
 import datetime
+import html
 from collections import Counter
 from pathlib import Path
 
@@ -51,10 +52,10 @@ def _filled(template, **given):
 
     rooms = jinja2.FileSystemLoader(Path(__file__).with_name("pages"))
     environment = jinja2.Environment(loader=rooms, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    html = environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
-    if (size := len(html.encode())) > LARGEST:
+    written = environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
+    if (size := len(written.encode())) > LARGEST:
         raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, and a page takes at most {LARGEST >> 20}: put less on it")
-    return html
+    return written
 
 
 def _picture(chart, names, others=()):
@@ -65,6 +66,15 @@ def _picture(chart, names, others=()):
 def _purpose(name):
     """Return in one sentence what an experiment does."""
     return (experiments.EXPERIMENTS[name].__doc__ or "").partition("\n")[0]
+
+
+def grid(rows, head=()):
+    """Write {what: [a text for each column]} as an HTML table; whatever stands in it is text."""
+    left = 'style="text-align:left;vertical-align:top;max-width:24em;white-space:pre-wrap"'
+    top = "".join(f'<th scope="col" {left}>{html.escape(name)}</th>' for name in head)
+    body = "".join(f'<tr><th scope="row" {left}>{html.escape(what)}</th>' + "".join(f"<td {left}>{html.escape(text)}</td>" for text in texts) + "</tr>"
+                   for what, texts in rows.items())
+    return f'<div style="overflow-x:auto"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def number(value, unit):

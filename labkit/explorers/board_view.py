@@ -7,17 +7,13 @@ from IPython.display import HTML, display
 
 from labkit import charts, report
 from labkit.explorers.board_model import BoardModel
-from labkit.explorers.sweep_view import picture, start
-
-LEFT = 'style="text-align:left;vertical-align:top;max-width:20em"'
+from labkit.explorers.sweep_view import picture, show_widget, start
 
 
 def board(folder, own=None, watch=True):
     """Show the board of a folder, and `own` results (a document of results.collect) first; below it the same without widgets."""
     model = BoardModel(folder, own)
-    bundle = view(model)._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": "\n".join([model.status, *model.left_out])}, *metadata, raw=True)
+    show_widget(view(model), "\n".join([model.status, *model.left_out]))
     display(HTML(f"<details><summary>Without the buttons</summary>{table(model)}</details>"))
     if watch:
         start(model.watch())
@@ -51,10 +47,6 @@ def view(model):
 
 def table(model):
     """Write a model's table, the verdicts that differ, and what was left out, as HTML; whatever a file says is text."""
-    head = "".join(f'<th scope="col" {LEFT}>{escape(name)}</th>' for name in model.documents)
     marked = {f"claim {id}": [f"{report.MARKS[verdict]} {verdict}" for verdict in verdicts] for id, verdicts in model.apart.items()}
-    rows = "".join(f'<tr><th scope="row" {LEFT}>{escape(what)}</th>' + "".join(f"<td {LEFT}>{escape(text)}</td>" for text in texts) + "</tr>"
-                   for what, texts in {**model.table, **marked}.items())
     left_out = "".join(f"<li>{escape(reason)}</li>" for reason in model.left_out)
-    return (f'<div style="overflow-x:auto"><table><thead><tr><th {LEFT}>What</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-            + (f"<p>Left out:</p><ul>{left_out}</ul>" if left_out else ""))
+    return report.grid({**model.table, **marked}, ["What", *model.documents]) + (f"<p>Left out:</p><ul>{left_out}</ul>" if left_out else "")

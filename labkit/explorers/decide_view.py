@@ -1,24 +1,19 @@
 """The decision page's widgets: a field for the model, its batches and a target, Decide and Stop, and the answer below."""
 
-import ipywidgets as widgets
-
 from html import escape
 
-from IPython.display import display
+import ipywidgets as widgets
 
 from labkit import decide
 from labkit.explorers.decide_model import DecideModel
-from labkit.explorers.sweep_view import start
+from labkit.explorers.sweep_view import show_widget, start
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def page(**wishes):
-    """Show the decision page, and below it the answer to what it begins with where that is only looked up."""
-    model = DecideModel(**wishes)
-    bundle = view(model)._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": "The decision page: choose a model and batches, and press Decide."}, *metadata, raw=True)
+    """Show the decision page; wishes: what a DecideModel begins with."""
+    show_widget(view(DecideModel(**wishes)), "The decision page: choose a model and batches, and press Decide.")
 
 
 def view(model):
@@ -29,7 +24,7 @@ def view(model):
             "inputs": widgets.Text(value=model.inputs, description="its inputs", style=style, layout=wide,
                                    placeholder="of module:callable only: Bx128:float16, B for the batch"),
             "batches": widgets.SelectMultiple(options=BATCHES, value=model.batches, rows=5, description="batches", style=style),
-            "target_ms": widgets.FloatText(value=model.target_ms, description="target, in ms", style=style, layout={"width": "16em"})}
+            "target_ms": widgets.FloatText(value=model.target_ms, description="target, in ms", tooltip="0: none", style=style, layout={"width": "16em"})}
     buttons = {"decide": widgets.Button(description="Decide", button_style="primary"), "stop": widgets.Button(description="Stop")}
     said = {"status": widgets.HTML(), "answer": widgets.HTML()}
     for name, widget in {**made, **buttons, **said}.items():

@@ -25,16 +25,15 @@ class ScorecardModel(HasTraits):
         self.refresh()
 
     def guess(self, id, verdict):
-        """Keep a guess, one of GUESSES; None takes it back."""
-        if verdict is None:
-            self.guesses.pop(id, None)
-        else:
-            self.guesses[id] = verdict
+        """Keep a guess, one of GUESSES; "" takes it back."""
+        self.guesses[id] = verdict
+        if not verdict:
+            del self.guesses[id]
         self.refresh()
 
     def wanted(self):
-        """Return the experiments that claims are judged from and that have no table yet, in order."""
-        return [name for name in dict.fromkeys(claim.experiment for claim in claims.CLAIMS.values()) if name not in self.tables]
+        """Return the experiments that verdicts or results to send need, and that have no table yet, in order."""
+        return [name for name in results.sent() if name not in self.tables]
 
     def refresh(self, status=""):
         """Judge anew, and say how far we are."""
@@ -88,6 +87,4 @@ class ScorecardModel(HasTraits):
 
 
 def _table(name, recorded):
-    if name not in experiments.EXPERIMENTS:
-        raise recordings.RecordingError("this labkit has no such experiment yet")
     return recordings.recorded(name, experiments.EXPERIMENTS[name].source) if recorded else experiments.EXPERIMENTS[name]()

@@ -8,7 +8,7 @@ from IPython.display import HTML, display
 
 from labkit import claims, machine, report
 from labkit.explorers.scorecard_model import GUESSES
-from labkit.explorers.sweep_view import start
+from labkit.explorers.sweep_view import show_widget, start
 
 LEFT = 'style="text-align:left;vertical-align:top"'
 
@@ -17,7 +17,7 @@ def guess(model):
     """Show a menu of verdicts for each claim, and the guesses as a line of code to keep."""
     kept, rows = widgets.HTML().add_class("labkit-guesses"), []
     for id, claim in claims.CLAIMS.items():
-        menu = widgets.Dropdown(options=[("no guess", None), *((verdict, verdict) for verdict in GUESSES)], value=model.guesses.get(id),
+        menu = widgets.Dropdown(options=[("no guess", ""), *((verdict, verdict) for verdict in GUESSES)], value=model.guesses.get(id, ""),
                                 description=id, tooltip=claim.statement, style={"description_width": "8em"}, layout={"width": "21em"})
         menu.observe(lambda change, id=id: model.guess(id, change["new"]), names="value")
         rows.append(widgets.HBox([menu.add_class(f"labkit-guess-{id}"), widgets.HTML(escape(claim.statement), layout={"flex": "1"})]))
@@ -28,7 +28,7 @@ def guess(model):
 
     model.observe(show, names="shown")
     show()
-    _display(widgets.VBox([*rows, kept]), f"{len(claims.CLAIMS)} claims to guess: {', '.join(claims.CLAIMS)}")
+    show_widget(widgets.VBox([*rows, kept]), f"{len(claims.CLAIMS)} claims to guess: {', '.join(claims.CLAIMS)}")
 
 
 def scorecard(model):
@@ -53,7 +53,7 @@ def scorecard(model):
     buttons["stop"].on_click(lambda _: model.stop())
     show(), tell()
     live = machine.mode().live
-    _display(widgets.VBox([widgets.HBox([*buttons.values()] if live else []), said["status"], said["table"]]), "The scorecard:")
+    show_widget(widgets.VBox([widgets.HBox([*buttons.values()] if live else []), said["status"], said["table"]]), "The scorecard:")
     if not live:
         model.load()
     display(HTML(f"<details><summary>The scorecard as it is now, for pages without widgets</summary>{table(model)}</details>"))
@@ -79,10 +79,4 @@ def _row(verdict, guess, missing):
 def _lab(number):
     """Link to the lab of this number, where it stands beside the notebook that asks."""
     found = next(iter(sorted(Path().glob(f"{number}_*.ipynb"))), None)
-    return f'<a href="{escape(found.name)}" target="_blank">lab {escape(number)}</a>' if found else f"lab {escape(number)}"
-
-
-def _display(widget, words):
-    bundle = widget._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": words}, *metadata, raw=True)
+    return f'<a href="{escape(found.name)}" target="_blank" style="text-decoration:underline">lab {escape(number)}</a>' if found else f"lab {escape(number)}"

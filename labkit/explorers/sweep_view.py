@@ -27,9 +27,7 @@ NAMES = """new MutationObserver(() => document.querySelectorAll(".widget-slider"
 def explore(*, sources=None, still=True, **wishes):
     """Show the explorer over what is recorded, and what can be measured here; below it (still) a picture and the summary."""
     model = SweepModel(sources or at_hand(), **wishes)
-    bundle = view(model)._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": model.summary}, *metadata, raw=True)
+    show_widget(view(model), model.summary)
     if still and isinstance(chart := model.chart(), charts.Chart):
         display(HTML("<small>How the explorer began, for pages without widgets:</small>"))
         display(chart)
@@ -148,6 +146,13 @@ def _options(model, name):
         return tuple((SHOWN[v], v) for v in VIEWS)
     options = model.options(name)
     return tuple((SHOWN[o], o) for o in options) if name == "model" else options
+
+
+def show_widget(widget, words):
+    """Display a widget, with words for pages that have none."""
+    bundle = widget._repr_mimebundle_()
+    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
+    display({**data, "text/plain": words}, *metadata, raw=True)
 
 
 def start(measuring):
