@@ -25,6 +25,8 @@ RULES = {
 REMARKS = (f"A capture that needs more than {CALLS:,} calls to pay for itself, and a pool of more than {MEMORY:.0%} of the GPU's memory, are "
            "pointed out. A target is met when the whole interval is within it, and missed when all of it is beyond. torch.compile gives "
            "more where its whole interval lies above the graph's.")
+TARGET = {"only a graph surely meets": ((False, True), (None, True)), "only eager surely meets": ((True, False), (True, None)),
+          "both meet": ((True, True),), "neither meets": ((False, False),)}  # of (eager, graph); None: too close to say, or not known
 SIZES = {"mlp": (24, 1024, 1), "transformer": (24, 512, 64), "causal": (24, 512, 64), "gpt2": (12, 768, 128), "llama": (16, 2048, 128)}
 
 
@@ -92,11 +94,10 @@ class Decision:
         if better := [point for point in self.points if point.better_compiled]:
             said.append(f"torch.compile gives more at {_batches(better)}")
         if self.latency_us:
-            for how, other in (("a graph", "eager"), ("eager", "a graph")):
-                met = [p for p in self.points if _meets(p, how, self.latency_us) is True]
-                alone = [p for p in met if _meets(p, other, self.latency_us) is not True]
-                if alone:
-                    said.append(f"only {how} surely meets {charts.time(self.latency_us)} at {_batches(alone)}")
+            met = [(p, tuple(_meets(p, how, self.latency_us) for how in ("eager", "a graph"))) for p in self.points]
+            for words, wanted in TARGET.items():
+                if points := [p for p, each in met if each in wanted]:
+                    said.append(f"{words} {charts.time(self.latency_us)} at {_batches(points)}")
         return "; ".join(said)[:1].upper() + "; ".join(said)[1:] + "."
 
     def rows(self):

@@ -54,6 +54,8 @@ def test_a_target_is_met_by_the_whole_interval_or_not(target, eager, graph):
     answer = Decision("m", (point(),), "made up", latency_us=target)
     assert f"eager: {eager}; a graph: {graph}" in str(answer)
     assert ("only a graph surely meets" in answer.recommendation) == (graph == "met" != eager)
+    assert ("both meet" in answer.recommendation) == (graph == eager == "met")
+    assert ("neither meets" in answer.recommendation) == (graph == eager == "missed")
 
 
 def test_torch_compile_gives_more_only_where_its_whole_interval_lies_above():
