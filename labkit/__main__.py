@@ -1,9 +1,7 @@
-"""The commands: python -m labkit doctor | lab | run | diagnose | record | report | export | compare | build."""
+"""The commands: python -m labkit doctor | lab | run | diagnose | decide | record | report | export | compare | build."""
 
 import argparse
 import difflib
-import functools
-import importlib
 import importlib.util
 import itertools
 import json
@@ -147,39 +145,29 @@ def page(cells):
 
 def diagnose(args):
     """Try to capture module:callable as a CUDA graph, in a child process; 1 if it cannot be captured."""
+    from labkit.decide import example, imported
     from labkit.examine import diagnose
     machine.require_gpu("A trial capture")
-    import torch
-    module, _, name = args.callable.partition(":")
     sys.path.insert(0, "")
     try:
-        fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # importing runs the module
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise Refusal(f"{args.callable!r} is no module:callable that can be imported from here ({said})") from error
-    if isinstance(fn, torch.nn.Module):
-        fn = fn.cuda().eval()
-    if not callable(fn):
-        raise Refusal(f"{args.callable} is a {type(fn).__name__}, which cannot be called")
-    try:
-        found = diagnose(fn, *map(example, args.input), here=args.here, timeout_s=args.timeout)
+        fn, inputs = imported(args.callable), [*map(example, args.input)]
+        found = diagnose(fn, *inputs, here=args.here, timeout_s=args.timeout)
     except ValueError as error:
         raise Refusal(error) from error
     print(found)
     return int(not found.capturable)
 
 
-def example(text):
-    """Make a tensor on the GPU from "1x128:float16": normal numbers, or for whole-number types zeros."""
-    import torch
-    shape, _, dtype = text.partition(":")
+def decide(args):
+    """Say whether a model should use CUDA graphs, and why: measured here, or of our models looked up among the recordings."""
+    from labkit import decide
+    sys.path.insert(0, "")
+    options = {name: getattr(args, name) for name in ("layers", "width", "length", "precision")}
     try:
-        shape, dtype = [int(size) for size in shape.split("x")], getattr(torch, dtype or "float32")
-        zeros = torch.zeros(shape, dtype=dtype, device="cuda")
-        return zeros.float().normal_().to(dtype) if dtype.is_floating_point else zeros
-    except (ValueError, AttributeError, TypeError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
-        raise Refusal(f"--input wants a shape and a type, like 1x128:float16, not {text!r} ({said})") from error
+        print(decide.decide(args.model, args.batch, latency_us=args.latency_us, inputs=args.input, compiled=not args.no_compile,
+                            timeout_s=args.timeout, **options))
+    except ValueError as error:
+        raise Refusal(error) from error
 
 
 def seconds(word):
@@ -309,7 +297,7 @@ def build(args):
 
 def parser():
     parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
-    every = (doctor, lab, run, diagnose, record, report, export, compare, build)
+    every = (doctor, lab, run, diagnose, decide, record, report, export, compare, build)
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(fn.__name__ for fn in every))
     add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
            for fn in every}
@@ -325,6 +313,18 @@ def parser():
                                help="an example input, like 1x128:float16; once for each argument")
     add[diagnose].add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for the child process")
     add[diagnose].add_argument("--here", action="store_true", help="try it in this process, for what cannot be sent")
+    add[decide].add_argument("model", metavar="MODEL", help="mlp, transformer, causal, gpt2 or llama (ours); a folder or config.json of "
+                             "transformers, for its decode step; or MODULE:CALLABLE")
+    add[decide].add_argument("--batch", nargs="+", type=int, default=[1, 8, 32], metavar="N", help="batch sizes (else 1 8 32)")
+    add[decide].add_argument("--latency-us", type=seconds, metavar="N", help="a target for one step, in microseconds")
+    add[decide].add_argument("--input", action="append", default=[], metavar="SHAPE:TYPE",
+                             help="of MODULE:CALLABLE: like Bx128:float16, B for the batch; once for each argument")
+    add[decide].add_argument("--layers", type=int, metavar="N", help="of one of ours")
+    add[decide].add_argument("--width", type=int, metavar="N", help="of one of ours")
+    add[decide].add_argument("--length", type=int, metavar="N", help="tokens of a step, or of the context of a decode step")
+    add[decide].add_argument("--precision", default="float16", metavar="TYPE", help="float16, float32 or bfloat16")
+    add[decide].add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes longest")
+    add[decide].add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for each capture and compilation")
     add[record].add_argument("names", nargs="*", metavar="NAME", help="an experiment or a lab; none: all")
     add[record].add_argument("--commit", help="the commit measured, in a copy without git")
     add[record].add_argument("--out", metavar="DIR", help="where to write (else labkit/recordings)")

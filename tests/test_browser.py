@@ -9,7 +9,7 @@ import pytest
 
 from labkit import build
 
-LABS = {number: path.stem for number in (10, 31, 40) for path in build.NOTEBOOKS.glob(f"{number}_*.ipynb")}
+LABS = {number: path.stem for number in (10, 31, 40, 70) for path in build.NOTEBOOKS.glob(f"{number}_*.ipynb")}
 
 
 def shorten(path, words):
@@ -26,12 +26,13 @@ def tabs(tmp_path_factory):
     browser.need()
     labs, app = tmp_path_factory.mktemp("labs"), tmp_path_factory.mktemp("app")
     shutil.copytree(build.NOTEBOOKS, labs / "notebooks", ignore=shutil.ignore_patterns("solutions"))
-    for number, words in ((10, ("banner()", "sweep = ", "explore(")), (31, ("banner()", "operations = ", "search("))):
+    for number, words in ((10, ("banner()", "sweep = ", "explore(")), (31, ("banner()", "operations = ", "search(")),
+                          (70, ("banner()", "tables = {", "guesses = {}", "scorecard_view.", "board_view."))):
         shorten(labs / "notebooks" / f"{LABS[number]}.ipynb", words)
     with (browser.served(labs, "--LabApp.expose_app_in_browser=True") as jupyterlab, browser.served(app, "--app") as voila,
           browser.browser() as context):
         empty = re.sub("/lab/tree/[^?]+", "/lab", jupyterlab())  # the address without the first lab, which is not tested here
-        yield {"labs": browser.Tab(context, empty), "app": browser.Tab(context, voila())}
+        yield {"labs": browser.Tab(context, empty), "app": browser.Tab(context, voila()), "folder": labs / "notebooks"}
 
 
 def test_without_a_browser_tests_are_skipped_unless_they_are_required(monkeypatch):
@@ -76,6 +77,25 @@ def test_the_search_of_lab_31_follows_what_is_typed(tabs):
         for word in ("linalg", "fails"):  # each letter is an answer of its own: wait for the last
             expect(rows.filter(has_not_text=word)).to_have_count(0)
         assert 0 < rows.count() < everything
+
+
+def test_lab_70_takes_guesses_by_keyboard_and_its_board_follows_a_folder(tabs):
+    from playwright.sync_api import expect
+    with tabs["labs"].lab(LABS[70]) as lab:
+        lab.locator(".labkit-guess-share select").press("h")  # its first letter, as an open menu is none of the page's
+        lab.page.keyboard.press("Tab")
+        expect(lab.locator(".labkit-guesses")).to_contain_text("guesses = {'share': 'holds'}")
+        expect(lab.locator(".labkit-guess-arithmetic select")).to_be_focused()
+        row = lab.locator(".labkit-score-table tr", has_text="share, lab 10")
+        expect(row).to_contain_text("holds")
+        expect(row.locator("a")).to_have_attribute("href", f"{LABS[10]}.ipynb")
+        board = lab.locator(".labkit-board-status")
+        expect(board).to_contain_text("labkit export --out class_results/NAME.json")
+        (tabs["folder"] / "class_results").mkdir()
+        (tabs["folder"] / "class_results" / "<img src=x onerror=alert(1)>.json").write_text("{")
+        expect(board).to_have_text("0 in class_results, 1 left out.", timeout=5_000)
+        expect(lab.locator(".labkit-board-table li")).to_contain_text("_img src_x onerror_alert_1__.json is left out: it cannot be read")
+        lab.locator("button.labkit-board-stop").click()
 
 
 def explores_batches(page):

@@ -87,7 +87,7 @@ def test_every_recorded_cell_shows_its_recording(path, run):
     labelled = [cell.id for cell in code(run(path)) if "not measured here" in text_of(cell.outputs)]
     recorded = [cell.id for cell in code(run(path)) if recordings.is_recorded(cell.source)]
     assert labelled and not {*recorded} - {*labelled}
-    assert recorded or path.stem.startswith("4")  # all their numbers come from tables
+    assert recorded or path.stem[0] in "47"  # all their numbers come from tables
 
 
 @solutions
