@@ -1,4 +1,4 @@
-"""The commands: python -m labkit doctor | lab | run | diagnose | record | report | export | compare | build."""
+"""The commands: python -m labkit doctor | lab | hub | run | diagnose | record | report | export | compare | build."""
 
 import argparse
 import difflib
@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import os
+import platform
 import sys
 import time
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from pathlib import Path
 import labkit
 from labkit import build as notebooks
 from labkit import machine, recordings, results
+from labkit.hub import HubError
 from labkit.recordings import RecordingError
 
 
@@ -77,6 +79,17 @@ def voila_command():
     """Return the arguments of Python that start Voila with the explorer; where its port is busy, it takes another."""
     page = Path(labkit.__file__).with_name("explorers") / "app.ipynb"
     return ["labkit.explorers.app", str(page), "--Voila.ip=127.0.0.1", "--token"]
+
+
+def hub(args):
+    """Become JupyterHub for a class on this server: a list of names, one password, a folder and a share of a GPU for each."""
+    from labkit import hub
+    settings = hub.prepare(notebooks_folder(), args.learners, args.folder, ip=args.ip, port=args.port, ssl_key=args.ssl_key,
+                           ssl_cert=args.ssl_cert, behind_proxy=args.behind_proxy, idle=args.idle, allow_root=args.allow_root)
+    host = platform.node() if args.ip in ("0.0.0.0", "::") else args.ip
+    print(f"{hub.budget(len(settings['names']))}\nLearners sign in at http{'s' * bool(args.ssl_key)}://{host}:{args.port} with their "
+          f"name and the password in {Path(args.folder, 'password.txt')}. Ctrl-C ends it all.", flush=True)
+    os.execv(sys.executable, [sys.executable, *hub.command(args.folder)])
 
 
 def find_labs(names, folder):
@@ -309,13 +322,22 @@ def build(args):
 
 def parser():
     parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
-    every = (doctor, lab, run, diagnose, record, report, export, compare, build)
+    every = (doctor, lab, hub, run, diagnose, record, report, export, compare, build)
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(fn.__name__ for fn in every))
     add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
            for fn in every}
     for fn, command in add.items():
         command.set_defaults(fn=fn)
     add[lab].add_argument("--app", action="store_true", help="serve the explorer alone, for a projector (Voila)")
+    add[hub].add_argument("learners", metavar="FILE", help="the learners' names, one a line")
+    add[hub].add_argument("--folder", default="class", metavar="DIR", help="where all of this class lies (else ./class)")
+    add[hub].add_argument("--ip", default="127.0.0.1", help="the address to listen on (else this machine only)")
+    add[hub].add_argument("--port", type=int, default=8000, help="the port (else 8000); the two after it are used, too")
+    add[hub].add_argument("--ssl-key", metavar="FILE", help="the key of a certificate, for another --ip")
+    add[hub].add_argument("--ssl-cert", metavar="FILE", help="the certificate")
+    add[hub].add_argument("--behind-proxy", action="store_true", help="another --ip without TLS: a proxy in front does it")
+    add[hub].add_argument("--idle", type=seconds, default=60, metavar="MINUTES", help="stop what nobody uses after these (else 60)")
+    add[hub].add_argument("--allow-root", action="store_true", help="run as root, which learners then do, too")
     add[doctor].add_argument("--json", action="store_true", help="print the checks as JSON")
     add[run].add_argument("labs", nargs="*", metavar="LAB", help="a lab's name or number; none: all")
     add[run].add_argument("--solutions", action="store_true", help="run the solutions, not the learner's copies")
@@ -351,7 +373,7 @@ def main(argv=None):
         if (wrong := machine.wrong_settings()) and args.command != "doctor":
             raise Refusal(wrong)
         return args.fn(args) or 0
-    except (Refusal, RecordingError, results.ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
+    except (Refusal, HubError, RecordingError, results.ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
