@@ -1,4 +1,4 @@
-"""The commands: python -m labkit doctor | lab | hub | run | diagnose | record | report | export | compare | build."""
+"""The commands: python -m labkit doctor | lab | progress | hub | run | diagnose | record | report | export | compare | build."""
 
 import argparse
 import difflib
@@ -79,6 +79,12 @@ def voila_command():
     """Return the arguments of Python that start Voila with the explorer; where its port is busy, it takes another."""
     page = Path(labkit.__file__).with_name("explorers") / "app.ipynb"
     return ["labkit.explorers.app", str(page), "--Voila.ip=127.0.0.1", "--token"]
+
+
+def progress(args):
+    """Say which exercises of which labs are solved."""
+    from labkit import progress
+    print(progress.bars(args.folder or notebooks_folder()))
 
 
 def hub(args):
@@ -322,13 +328,14 @@ def build(args):
 
 def parser():
     parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
-    every = (doctor, lab, hub, run, diagnose, record, report, export, compare, build)
+    every = (doctor, lab, progress, hub, run, diagnose, record, report, export, compare, build)
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(fn.__name__ for fn in every))
     add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
            for fn in every}
     for fn, command in add.items():
         command.set_defaults(fn=fn)
     add[lab].add_argument("--app", action="store_true", help="serve the explorer alone, for a projector (Voila)")
+    add[progress].add_argument("folder", nargs="?", help="a folder of labs (else the one here)")
     add[hub].add_argument("learners", metavar="FILE", help="the learners' names, one a line")
     add[hub].add_argument("--folder", default="class", metavar="DIR", help="where all of this class lies (else ./class)")
     add[hub].add_argument("--ip", default="127.0.0.1", help="the address to listen on (else this machine only)")
