@@ -1,4 +1,4 @@
-"""The commands: python -m labkit doctor | lab | progress | hub | run | diagnose | record | report | export | compare | build."""
+"""The commands: python -m labkit doctor | lab | progress | hub | run | diagnose | record | report | export | compare | build | guide."""
 
 import argparse
 import difflib
@@ -326,9 +326,16 @@ def build(args):
     print(f"Written: {', '.join(str(path) for path in changed) or 'nothing, all was up to date'}")
 
 
+def guide(args):
+    """Write the instructor's guide as a page to print, and bring the guide and the README's routes up to date."""
+    from labkit import guide
+    print(f"Written: {', '.join(map(str, guide.write())) or 'nothing, all was up to date'}")
+    _keep(args.out, guide.html())
+
+
 def parser():
     parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
-    every = (doctor, lab, progress, hub, run, diagnose, record, report, export, compare, build)
+    every = (doctor, lab, progress, hub, run, diagnose, record, report, export, compare, build, guide)
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(fn.__name__ for fn in every))
     add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
            for fn in every}
@@ -364,6 +371,7 @@ def parser():
     add[export].add_argument("--out", metavar="FILE", help="where to write (else results-<gpu>-<day>.json)")
     add[compare].add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="files of export, or folders of them")
     add[compare].add_argument("--out", metavar="FILE", help="write a page with charts, too")
+    add[guide].add_argument("--out", metavar="FILE", default="instructors-guide.html", help="the page (else instructors-guide.html)")
     add[build].add_argument("--check", action="store_true", help="change nothing; 1 if something would change")
     add[build].add_argument("--execute", action="store_true", help="run the solutions first, on recordings")
     return parser
