@@ -3,13 +3,16 @@
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
 
+import jsonschema
 import learners
 import psutil
 import pytest
+import yaml
 
 from labkit import __main__ as cli
 from labkit import build, hub, machine, notebook
@@ -202,3 +205,34 @@ def test_two_learners_sign_in_and_run_lab_10_at_once_each_in_a_place_of_their_ow
     assert [Path(place["home"]) for place in places] == homes
     assert sorted(place["gpu"] for place in places) == ["GPU-one", "GPU-two"]
     assert {place["share"] for place in places} == {"0.225"}  # four names on two GPUs, two processes for each
+
+
+NUMBER, TEXT, SWITCH, LIST = {"type": "number"}, {"type": "string"}, {"type": "boolean"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}
+GPU = {"type": "object", "patternProperties": {r"^nvidia\.com/": {"const": "1"}}, "additionalProperties": False, "minProperties": 1}
+
+
+def closed(**properties):
+    """Return a schema of an object that has all of these properties, and no others."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+# What the chart's values.schema.yaml says of the values that we set, and what we want of them; helm checks the whole.
+VALUES = closed(
+    hub=closed(config=closed(JupyterHub=closed(authenticator_class={"const": "shared-password"}), Authenticator=closed(allowed_users=LIST))),
+    proxy=closed(https=closed(enabled={"const": True}, hosts=LIST, letsencrypt=closed(contactEmail=TEXT))),
+    singleuser=closed(image=closed(name=TEXT, tag=TEXT), defaultUrl=TEXT, lifecycleHooks=closed(postStart={"type": "object"}),
+                      extraResource=closed(guarantees=GPU, limits=GPU), cpu=closed(guarantee=NUMBER, limit=NUMBER),
+                      memory=closed(guarantee=TEXT, limit=TEXT), storage=closed(capacity=TEXT), startTimeout={"type": "integer"}),
+    cull=closed(enabled={"const": True}, timeout={"type": "integer"}, every={"type": "integer"}), prePuller=closed(hook=closed(enabled=SWITCH)))
+
+
+def test_the_values_for_a_cluster_are_the_charts_and_ask_for_a_gpu_tls_and_sign_in(tmp_path):
+    values = yaml.safe_load(Path(hub.__file__).with_name("hub_values.yaml").read_text("utf-8"))
+    jsonschema.validate(values, VALUES)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(values | {"singleUser": {}}, VALUES)
+    assert (build.NOTEBOOKS / Path(values["singleuser"]["defaultUrl"]).name).exists()
+    python, _, code = values["singleuser"]["lifecycleHooks"]["postStart"]["exec"]["command"]
+    there = code.replace("/srv/labs/notebooks", str(build.NOTEBOOKS))
+    subprocess.run([sys.executable, "-c", there], check=True, env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(learners.ROOT)})
+    assert python == "python" and len(list((tmp_path / "notebooks").glob("*.ipynb"))) == len(build.solutions())
