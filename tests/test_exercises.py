@@ -62,7 +62,9 @@ def said_of(name, answer, capsys):
 
 @pytest.mark.parametrize("name", LAB_OF)
 def test_every_exercise_is_tried_with_three_wrong_answers_and_another_right_one(name):
-    assert len({hint for _, hint in WRONG.get(name, ())}) >= 2 and len({answer for answer, _ in WRONG[name]}) >= 3 and RIGHT.get(name)
+    wrong = WRONG.get(name, ())
+    enough = len({hint for _, hint in wrong}) >= 2 and len({answer for answer, _ in wrong}) >= 3 and RIGHT.get(name)
+    assert enough, f"write wrong answers of {name} into tests/wrong_answers.py, with what each must hear, and another right way"
 
 
 @pytest.mark.parametrize("name, answer, hint", [(name, *wrong) for name, several in WRONG.items() for wrong in several])
