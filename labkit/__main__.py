@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -141,7 +142,8 @@ def run(args):
     except KeyboardInterrupt:
         logging.disable()  # asyncio would report the cell that it was waiting for
         stopped = "Interrupted: what had run until then is kept. "
-    (out / "labs.html").write_text(page([cell for notebook in done for cell in notebook.cells]), "utf-8")
+    cells = [cell for notebook in done for cell in notebook.cells]
+    (out / "labs.html").write_text(slides(cells) if args.slides else page(cells), "utf-8")
     print(f"{stopped}Executed copies and one page of them: {out / 'labs.html'}")
     for failure in failures:
         print(f"labkit: {failure}", file=sys.stderr)
@@ -162,6 +164,17 @@ def page(cells):
     exporter = HTMLExporter(extra_loaders=[jinja2.DictLoader({"page": PAGE})], template_file="page")
     whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": "CUDA Graphs Lab"})
     return exporter.from_notebook_node(whole)[0]
+
+
+def slides(cells):
+    """Return cells as an HTML page for a projector: sections at the top of the screen, large type, nothing for teachers only."""
+    import nbformat
+    shown = []
+    for cell in cells:
+        if "instructor" not in cell.metadata.get("tags", ()):
+            parts = re.split(r"^(?=## )", cell.source, flags=re.M) if cell.cell_type == "markdown" else ()
+            shown += [nbformat.v4.new_markdown_cell(part) for part in parts if part.strip()] or [cell]
+    return page(shown).replace("</head>", (Path(labkit.__file__).parent / "pages" / "slides.html").read_text("utf-8") + "</head>", 1)
 
 
 def diagnose(args):
@@ -355,6 +368,7 @@ def parser():
     add[doctor].add_argument("--json", action="store_true", help="print the checks as JSON")
     add[run].add_argument("labs", nargs="*", metavar="LAB", help="a lab's name or number; none: all")
     add[run].add_argument("--solutions", action="store_true", help="run the solutions, not the learner's copies")
+    add[run].add_argument("--slides", action="store_true", help="make the page one for a projector: arrow keys go from section to section")
     add[run].add_argument("--out", metavar="DIR", help="where to write (else runs/<time>)")
     add[diagnose].add_argument("callable", metavar="MODULE:CALLABLE", help="what to capture, importable from this folder")
     add[diagnose].add_argument("--input", action="append", default=[], metavar="SHAPE:TYPE",
