@@ -7,6 +7,7 @@ import browser
 import nbformat
 import pytest
 
+from labkit import __main__ as cli
 from labkit import build
 
 LABS = {number: path.stem for number in (10, 31, 40, 70) for path in build.NOTEBOOKS.glob(f"{number}_*.ipynb")}
@@ -43,6 +44,27 @@ def test_without_a_browser_tests_are_skipped_unless_they_are_required(monkeypatc
     monkeypatch.setenv("LABKIT_BROWSER", "required")
     with pytest.raises(pytest.fail.Exception, match="LABKIT_BROWSER=required, but there is no chromium here"):
         browser.need()
+
+
+def test_slides_can_be_read_from_the_back_row_and_go_by_arrow_keys(tmp_path):
+    browser.need()
+    notebook = nbformat.read(build.solutions()[0], 4)
+    (tmp_path / "slides.html").write_text(cli.slides(notebook.cells), "utf-8")
+    with browser.browser() as context:
+        page = context.new_page()
+        page.goto(f"file://{tmp_path}/slides.html", wait_until="domcontentloaded")
+        sizes = page.evaluate("""[...document.querySelectorAll("p, li, pre, td")].filter(e => e.offsetParent && e.innerText.trim())
+                                 .map(e => [parseFloat(getComputedStyle(e).fontSize), e.innerText])""")
+        assert len(sizes) > 50 and not [small for small in sizes if small[0] < 20]
+        headings = page.locator("h1, h2")
+        assert "Ask the doctor" in headings.nth(1).inner_text() and headings.count() > 10
+        assert page.get_by_text("For the teacher").count() == 0
+        seen = []
+        for key in ("ArrowRight", "PageDown", "ArrowRight", "ArrowLeft"):
+            page.keyboard.press(key)
+            seen.append(page.evaluate("""[...document.querySelectorAll("h1, h2")].findIndex(h => h.getBoundingClientRect().top >= -5)"""))
+        assert seen == [1, 2, 3, 2]
+        page.screenshot(path=browser.SCREENSHOTS / "slides.png")
 
 
 def change(locator, move):

@@ -128,7 +128,7 @@ def test_a_wheel_carries_every_room_recording_and_list(tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path]
     subprocess.run([*pip, source], check=True)
     inside = set(zipfile.ZipFile(next(tmp_path.glob(f"labkit-{labkit.__version__}-*.whl"))).namelist())
-    files = [file for ending in ("py", "json", "csv", "ipynb", "html") for file in (source / "labkit").rglob(f"*.{ending}")]
+    files = [file for ending in ("py", "json", "csv", "ipynb", "html", "yaml", "md") for file in (source / "labkit").rglob(f"*.{ending}")]
     wanted = {str(file.relative_to(source)) for file in files}
     assert len(wanted) > 10 and wanted <= inside, wanted - inside
 
