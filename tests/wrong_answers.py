@@ -17,6 +17,11 @@ def queue(launched="cpu + launch", start="max(launched, gpu + gap)"):
     return QUEUE.format(launched=launched, start=start)
 
 
+SHARE_RULE = """def share_rule(shares, low=0.2, high=0.4):
+    inside = sum({inside} for share in shares) / len(shares)
+    return claims.HOLDS if inside {enough} else claims.LIMITS if inside >= 0.2 else claims.FAILS"""
+
+
 WRONG = {
     # lab 00
     "speedup": [("graph.wall_us / eager.wall_us", "turn it round"), ("eager.enqueue_us / graph.enqueue_us", "the CPU's clock"),
@@ -74,6 +79,12 @@ WRONG = {
                  (queue(start="launched"), "the kernel before it"), (queue(start="max(launched, gpu)"), "a small gap"), (queue(launched="launch"), "comes after the one before")],
     "factors": [("[3, 3]", "does eager's?"), ("[1 / factors[0], 1 / factors[1]]", "turn it round"), ("factors[::-1]", "eager comes first"), ("factors[0]", "should be a list"),
                 ("launch_model.predict(busy, constants)", "these are times")],
+    # lab 70
+    "share_rule": [("lambda shares, low=0.2, high=0.4: True", "return one of the words"), ("lambda shares, low=0.2, high=0.4: 'maybe'", "return claims.HOLDS"),
+                   ("lambda shares, low=0.2, high=0.4: claims.HOLDS", "look at which bounds count"), ("lambda shares: claims.HOLDS if shares else 0.5", "look at which bounds count"),
+                   (SHARE_RULE.format(inside="low < share < high", enough=">= 0.5"), "look at which bounds count"),
+                   (SHARE_RULE.format(inside="low <= share <= high", enough="> 0.5"), "look at which bounds count")],
+    "slower": [("slower - 1", "is still larger"), ("slower + 1", "a little faster will do"), ("1 / slower", "a whole number"), ("'two'", "a whole number")],
 }
 
 RIGHT = {
@@ -89,4 +100,5 @@ RIGHT = {
     "context": ["context.upper()"], "under_a_tenth": ["float(under_a_tenth)"],
     "floor_us": ["lambda bytes, flops, read, multiply: 1e6 * bytes / read if bytes / read > flops / multiply else 1e6 * flops / multiply"],
     "eager_us": [queue(start="launched if launched > gpu + gap else gpu + gap")], "factors": ["numpy.array(factors)"],
+    "share_rule": [SHARE_RULE.format(inside="not (share < low or share > high)", enough=">= 1 / 2")], "slower": ["float(slower)"],
 }
