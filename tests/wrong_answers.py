@@ -79,11 +79,6 @@ WRONG = {
                  (queue(start="launched"), "the kernel before it"), (queue(start="max(launched, gpu)"), "a small gap"), (queue(launched="launch"), "comes after the one before")],
     "factors": [("[3, 3]", "does eager's?"), ("[1 / factors[0], 1 / factors[1]]", "turn it round"), ("factors[::-1]", "eager comes first"), ("factors[0]", "should be a list"),
                 ("launch_model.predict(busy, constants)", "these are times")],
-    # lab 60
-    "sizes": [("8", "a list of whole numbers"), ("[0, 8]", "a list of whole numbers"), ("[1, 2, 4, 8, 16, 32]", "at most four sizes"),
-              ("sorted(sizes)[:-1]", "no size that holds it"), ("[max(counts)]", "more is padded")],
-    "pair": [("'neither'", "a list of two names"), ("['enforce_eager', 'default']", "differ in the compiler"), ("['graphs, not compiled', 'neither']", "the slower one first"),
-             ("['eager', 'graphs']", "names as vllm.configuration has them")],
     # lab 70
     "share_rule": [("lambda shares, low=0.2, high=0.4: True", "return one of the words"), ("lambda shares, low=0.2, high=0.4: 'maybe'", "return claims.HOLDS"),
                    ("lambda shares, low=0.2, high=0.4: claims.HOLDS", "look at which bounds count"), ("lambda shares: claims.HOLDS if shares else 0.5", "look at which bounds count"),
@@ -105,6 +100,5 @@ RIGHT = {
     "context": ["context.upper()"], "under_a_tenth": ["float(under_a_tenth)"],
     "floor_us": ["lambda bytes, flops, read, multiply: 1e6 * bytes / read if bytes / read > flops / multiply else 1e6 * flops / multiply"],
     "eager_us": [queue(start="launched if launched > gpu + gap else gpu + gap")], "factors": ["numpy.array(factors)"],
-    "sizes": ["tuple(sizes)", "batching.best_sizes(counts, 4)"], "pair": ["list(pair)"],
     "share_rule": [SHARE_RULE.format(inside="not (share < low or share > high)", enough=">= 1 / 2")], "slower": ["float(slower)"],
 }
