@@ -1,14 +1,14 @@
-"""The commands: python -m labkit doctor | lab | run | diagnose | record | report | export | compare | build."""
+"""The commands: python -m labkit doctor | lab | progress | hub | run | diagnose | decide | record | report | export | compare | build | guide."""
 
 import argparse
 import difflib
-import functools
-import importlib
 import importlib.util
 import itertools
 import json
 import logging
 import os
+import platform
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -17,6 +17,7 @@ from pathlib import Path
 import labkit
 from labkit import build as notebooks
 from labkit import machine, recordings, results
+from labkit.hub import HubError
 from labkit.recordings import RecordingError
 
 
@@ -79,6 +80,23 @@ def voila_command():
     return ["labkit.explorers.app", str(page), "--Voila.ip=127.0.0.1", "--token"]
 
 
+def progress(args):
+    """Say which exercises of which labs are solved."""
+    from labkit import progress
+    print(progress.bars(args.folder or notebooks_folder()))
+
+
+def hub(args):
+    """Become JupyterHub for a class on this server: a list of names, one password, a folder and a share of a GPU for each."""
+    from labkit import hub
+    settings = hub.prepare(notebooks_folder(), args.learners, args.folder, ip=args.ip, port=args.port, ssl_key=args.ssl_key,
+                           ssl_cert=args.ssl_cert, behind_proxy=args.behind_proxy, idle=args.idle, allow_root=args.allow_root)
+    host = platform.node() if args.ip in ("0.0.0.0", "::") else args.ip
+    print(f"{hub.budget(len(settings['names']))}\nLearners sign in at http{'s' * bool(args.ssl_key)}://{host}:{args.port} with their "
+          f"name and the password in {Path(args.folder, 'password.txt')}. Ctrl-C ends it all.", flush=True)
+    os.execv(sys.executable, [sys.executable, *hub.command(args.folder)])
+
+
 def find_labs(names, folder):
     """Return the notebooks meant by names ("10", "10_measure_launch_overhead"); none means all."""
     labs = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
@@ -122,7 +140,8 @@ def run(args):
     except KeyboardInterrupt:
         logging.disable()  # asyncio would report the cell that it was waiting for
         stopped = "Interrupted: what had run until then is kept. "
-    (out / "labs.html").write_text(page([cell for notebook in done for cell in notebook.cells]), "utf-8")
+    cells = [cell for notebook in done for cell in notebook.cells]
+    (out / "labs.html").write_text(slides(cells) if args.slides else page(cells), "utf-8")
     print(f"{stopped}Executed copies and one page of them: {out / 'labs.html'}")
     for failure in failures:
         print(f"labkit: {failure}", file=sys.stderr)
@@ -145,41 +164,42 @@ def page(cells):
     return exporter.from_notebook_node(whole)[0]
 
 
+def slides(cells):
+    """Return cells as an HTML page for a projector: sections at the top of the screen, large type, nothing for teachers only."""
+    import nbformat
+    shown = []
+    for cell in cells:
+        if "instructor" not in cell.metadata.get("tags", ()):
+            parts = re.split(r"^(?=## )", cell.source, flags=re.M) if cell.cell_type == "markdown" else ()
+            shown += [nbformat.v4.new_markdown_cell(part) for part in parts if part.strip()] or [cell]
+    return page(shown).replace("</head>", (Path(labkit.__file__).parent / "pages" / "slides.html").read_text("utf-8") + "</head>", 1)
+
+
 def diagnose(args):
     """Try to capture module:callable as a CUDA graph, in a child process; 1 if it cannot be captured."""
+    from labkit.decide import example, imported
     from labkit.examine import diagnose
     machine.require_gpu("A trial capture")
-    import torch
-    module, _, name = args.callable.partition(":")
     sys.path.insert(0, "")
     try:
-        fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # importing runs the module
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise Refusal(f"{args.callable!r} is no module:callable that can be imported from here ({said})") from error
-    if isinstance(fn, torch.nn.Module):
-        fn = fn.cuda().eval()
-    if not callable(fn):
-        raise Refusal(f"{args.callable} is a {type(fn).__name__}, which cannot be called")
-    try:
-        found = diagnose(fn, *map(example, args.input), here=args.here, timeout_s=args.timeout)
+        fn, inputs = imported(args.callable), [*map(example, args.input)]
+        found = diagnose(fn, *inputs, here=args.here, timeout_s=args.timeout)
     except ValueError as error:
         raise Refusal(error) from error
     print(found)
     return int(not found.capturable)
 
 
-def example(text):
-    """Make a tensor on the GPU from "1x128:float16": normal numbers, or for whole-number types zeros."""
-    import torch
-    shape, _, dtype = text.partition(":")
+def decide(args):
+    """Say whether a model should use CUDA graphs, and why: measured here, or of our models looked up among the recordings."""
+    from labkit import decide
+    sys.path.insert(0, "")
+    options = {name: getattr(args, name) for name in ("layers", "width", "length", "precision")}
     try:
-        shape, dtype = [int(size) for size in shape.split("x")], getattr(torch, dtype or "float32")
-        zeros = torch.zeros(shape, dtype=dtype, device="cuda")
-        return zeros.float().normal_().to(dtype) if dtype.is_floating_point else zeros
-    except (ValueError, AttributeError, TypeError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
-        raise Refusal(f"--input wants a shape and a type, like 1x128:float16, not {text!r} ({said})") from error
+        print(decide.decide(args.model, args.batch, latency_us=args.latency_us, inputs=args.input, compiled=not args.no_compile,
+                            timeout_s=args.timeout, **options))
+    except ValueError as error:
+        raise Refusal(error) from error
 
 
 def seconds(word):
@@ -307,24 +327,54 @@ def build(args):
     print(f"Written: {', '.join(str(path) for path in changed) or 'nothing, all was up to date'}")
 
 
+def guide(args):
+    """Write the instructor's guide as a page to print, and bring the guide and the README's routes up to date."""
+    from labkit import guide
+    print(f"Written: {', '.join(map(str, guide.write())) or 'nothing, all was up to date'}")
+    _keep(args.out, guide.html())
+
+
 def parser():
     parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
-    every = (doctor, lab, run, diagnose, record, report, export, compare, build)
+    every = (doctor, lab, progress, hub, run, diagnose, decide, record, report, export, compare, build, guide)
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(fn.__name__ for fn in every))
     add = {fn: commands.add_parser(fn.__name__, help=fn.__doc__, description=fn.__doc__, prog=f"labkit {fn.__name__}")
            for fn in every}
     for fn, command in add.items():
         command.set_defaults(fn=fn)
     add[lab].add_argument("--app", action="store_true", help="serve the explorer alone, for a projector (Voila)")
+    add[progress].add_argument("folder", nargs="?", help="a folder of labs (else the one here)")
+    add[hub].add_argument("learners", metavar="FILE", help="the learners' names, one a line")
+    add[hub].add_argument("--folder", default="class", metavar="DIR", help="where all of this class lies (else ./class)")
+    add[hub].add_argument("--ip", default="127.0.0.1", help="the address to listen on (else this machine only)")
+    add[hub].add_argument("--port", type=int, default=8000, help="the port (else 8000); the two after it are used, too")
+    add[hub].add_argument("--ssl-key", metavar="FILE", help="the key of a certificate, for another --ip")
+    add[hub].add_argument("--ssl-cert", metavar="FILE", help="the certificate")
+    add[hub].add_argument("--behind-proxy", action="store_true", help="another --ip without TLS: a proxy in front does it")
+    add[hub].add_argument("--idle", type=seconds, default=60, metavar="MINUTES", help="stop what nobody uses after these (else 60)")
+    add[hub].add_argument("--allow-root", action="store_true", help="run as root, which learners then do, too")
     add[doctor].add_argument("--json", action="store_true", help="print the checks as JSON")
     add[run].add_argument("labs", nargs="*", metavar="LAB", help="a lab's name or number; none: all")
     add[run].add_argument("--solutions", action="store_true", help="run the solutions, not the learner's copies")
+    add[run].add_argument("--slides", action="store_true", help="make the page one for a projector: arrow keys go from section to section")
     add[run].add_argument("--out", metavar="DIR", help="where to write (else runs/<time>)")
     add[diagnose].add_argument("callable", metavar="MODULE:CALLABLE", help="what to capture, importable from this folder")
     add[diagnose].add_argument("--input", action="append", default=[], metavar="SHAPE:TYPE",
                                help="an example input, like 1x128:float16; once for each argument")
     add[diagnose].add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for the child process")
     add[diagnose].add_argument("--here", action="store_true", help="try it in this process, for what cannot be sent")
+    add[decide].add_argument("model", metavar="MODEL", help="mlp, transformer, causal, gpt2 or llama (ours); a folder or config.json of "
+                             "transformers, for its decode step; or MODULE:CALLABLE")
+    add[decide].add_argument("--batch", nargs="+", type=int, default=[1, 8, 32], metavar="N", help="batch sizes (else 1 8 32)")
+    add[decide].add_argument("--latency-us", type=seconds, metavar="N", help="a target for one step, in microseconds")
+    add[decide].add_argument("--input", action="append", default=[], metavar="SHAPE:TYPE",
+                             help="of MODULE:CALLABLE: like Bx128:float16, B for the batch; once for each argument")
+    add[decide].add_argument("--layers", type=int, metavar="N", help="of one of ours")
+    add[decide].add_argument("--width", type=int, metavar="N", help="of one of ours")
+    add[decide].add_argument("--length", type=int, metavar="N", help="tokens of a step, or of the context of a decode step")
+    add[decide].add_argument("--precision", default="float16", metavar="TYPE", help="float16, float32 or bfloat16")
+    add[decide].add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes longest")
+    add[decide].add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for each capture and compilation")
     add[record].add_argument("names", nargs="*", metavar="NAME", help="an experiment or a lab; none: all")
     add[record].add_argument("--commit", help="the commit measured, in a copy without git")
     add[record].add_argument("--out", metavar="DIR", help="where to write (else labkit/recordings)")
@@ -335,6 +385,7 @@ def parser():
     add[export].add_argument("--out", metavar="FILE", help="where to write (else results-<gpu>-<day>.json)")
     add[compare].add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="files of export, or folders of them")
     add[compare].add_argument("--out", metavar="FILE", help="write a page with charts, too")
+    add[guide].add_argument("--out", metavar="FILE", default="instructors-guide.html", help="the page (else instructors-guide.html)")
     add[build].add_argument("--check", action="store_true", help="change nothing; 1 if something would change")
     add[build].add_argument("--execute", action="store_true", help="run the solutions first, on recordings")
     return parser
@@ -351,7 +402,7 @@ def main(argv=None):
         if (wrong := machine.wrong_settings()) and args.command != "doctor":
             raise Refusal(wrong)
         return args.fn(args) or 0
-    except (Refusal, RecordingError, results.ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
+    except (Refusal, HubError, RecordingError, results.ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:

@@ -48,7 +48,7 @@ def check():
 def _wanted(execute=False):
     """Yield (path, canonical text) of every solution and its learner's copy."""
     for path in solutions():
-        notebook = execute_recorded(path) if execute else _read(path)
+        notebook = execute_recorded(path) if execute else read(path)
         yield path, canonical(notebook)
         yield NOTEBOOKS / path.name, canonical(learner_copy(notebook, path.stem))
 
@@ -60,7 +60,7 @@ def solutions():
 
 def code_cells(path):
     """Return the sources of a notebook's code cells, in order."""
-    return [cell.source for cell in _read(path).cells if cell.cell_type == "code"]
+    return [cell.source for cell in read(path).cells if cell.cell_type == "code"]
 
 
 def learner_copy(notebook, name=""):
@@ -122,7 +122,7 @@ def execute(path, notebook=None, **environment):
     """Run a notebook (else the file's) in a fresh kernel beside its file and return it; trouble is a BuildError."""
     from nbclient import NotebookClient, exceptions
     from tqdm import tqdm
-    notebook, number = notebook or _read(path), 0
+    notebook, number = notebook or read(path), 0
     blank(notebook)
     client = NotebookClient(notebook, kernel_name="python3", timeout=None, record_timing=False)
     client.reset_execution_trackers()
@@ -173,7 +173,7 @@ def scrub(value):
     return value
 
 
-def _read(path):
+def read(path):
     """Return a notebook as it is in its file; one without cell ids is a BuildError, as ids must be stable."""
     import nbformat
     try:

@@ -5,7 +5,7 @@ import math
 import textwrap
 from contextlib import contextmanager, suppress
 
-from labkit import claims
+from labkit import claims, progress
 
 NOT_ATTEMPTED, NOT_YET, CORRECT = "○ not attempted", "✗ not yet", "✓ correct"
 
@@ -83,6 +83,8 @@ def claim(id, table=None):
 
 
 def _say(name, verdict, hint=""):
+    if verdict != NOT_ATTEMPTED:
+        progress.note(name, progress.DONE if verdict == CORRECT else progress.TRIED)
     end = "" if hint.endswith(("?", "!", ".")) else "."
     print(f"{verdict}: {name}{hint and '. Hint: ' + hint + end}")
 

@@ -1,4 +1,4 @@
-"""Set up .venv for the labs: `python3 -m labkit.install [--extra test]`, with nothing but Python itself.
+"""Set up .venv for the labs: `python3 -m labkit.install [--extra test|hub]`, with nothing but Python itself.
 
 A python3 whose torch sees a GPU keeps that torch: .venv then reads that Python's packages after its own.
 Where pip cannot install (no network), .venv reads what that Python has, and what is missing is named.
@@ -127,7 +127,7 @@ def main():
         sys.exit(f"labkit: Python 3.11 or newer is needed, and {sys.executable} is {sys.version.split()[0]}. "
                  "Try: make lab PYTHON=path/to/a/newer/python3")
     parser = argparse.ArgumentParser(prog="python3 -m labkit.install", description=__doc__.splitlines()[0])
-    parser.add_argument("--extra", action="append", default=[], choices=["test"])
+    parser.add_argument("--extra", action="append", default=[], choices=["test", "hub"])
     extras = set(parser.parse_args().extra)
     stamp = json.loads(STAMP.read_text()) if STAMP.exists() and PYTHON.exists() else {}
     base = stamp.get("base", sys.executable)

@@ -99,6 +99,10 @@ def wrong_settings():
         fine = not budget or 0 < float(budget) <= 1000
     except ValueError:
         fine = False
+    try:
+        share_of_memory()
+    except ValueError as error:
+        return str(error)
     return "" if fine else f"LABKIT_BUDGET={budget} is no number above 0, such as 0.2 (a fifth of the time): set it so, or unset it"
 
 
@@ -190,6 +194,17 @@ def used_bytes(uuid):
     """Return the memory of a GPU that all processes together use, in bytes, as NVML sees it (0 where it does not)."""
     memory = _nvml_get("nvmlDeviceGetMemoryInfo", _nvml_get("nvmlDeviceGetHandleByUUID", uuid))
     return memory.used if memory else 0
+
+
+def gpus():
+    """Return {UUID: (bytes in use, bytes in all)} of the NVIDIA GPUs here, those that CUDA_VISIBLE_DEVICES admits, in its order."""
+    handles = [_nvml_get("nvmlDeviceGetHandleByIndex", i) for i in range(_nvml_get("nvmlDeviceGetCount") or 0)]
+    uuids = [uuid for handle in handles if (uuid := _nvml_get("nvmlDeviceGetUUID", handle))]
+    if (wish := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        words = [word.strip() for word in wish.split(",")]
+        uuids = [uuid for word in words for i, uuid in enumerate(uuids) if word == str(i) or word[:4] == "GPU-" and uuid.startswith(word)]
+    memory = {uuid: _nvml_get("nvmlDeviceGetMemoryInfo", _nvml_get("nvmlDeviceGetHandleByUUID", uuid)) for uuid in uuids}
+    return {uuid: (seen.used, seen.total) for uuid, seen in memory.items() if seen}
 
 
 def other_processes():

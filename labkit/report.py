@@ -2,6 +2,7 @@
 
 import base64
 import datetime
+import html
 from collections import Counter
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def page(tables, missing=None):
                 reasons.setdefault(" and ".join(wanted), str(error).splitlines()[0])
     return _filled("report.html", title=f"CUDA Graphs on {about['gpu']}", labels=list(dict.fromkeys(one["label"] for one in told)),
                    machine={name: about[key] for key, name in MACHINE.items() if about.get(key) is not None}, verdicts=verdicts,
-                   unknown=unknown, marks=MARKS, counts=Counter(v.verdict for v in verdicts), say=_number, pictures=pictures, traced="step_trace" in tables,
+                   unknown=unknown, marks=MARKS, counts=Counter(v.verdict for v in verdicts), say=number, pictures=pictures, traced="step_trace" in tables,
                    method=_method(tables), tables=list(map(_download, tables.values(), tables)), missing=reasons)
 
 
@@ -37,11 +38,11 @@ def board(documents, left_out=()):
     """Return {name: results} side by side as HTML, with what was left out and why."""
     pictures = []
     for name in results.TABLES:
-        if name.startswith("sweep_") and (drawn := _speedups(documents, name)):
+        if name.startswith("sweep_") and (drawn := speedups(documents, name)):
             chart, others = drawn
             pictures.append(_picture(chart, (name,), others))
     verdicts = [(claim, [document["verdicts"].get(id) for document in documents.values()]) for id, claim in claims.CLAIMS.items()]
-    return _filled("board.html", title="CUDA Graphs on several GPUs", names=list(documents), marks=MARKS, say=_number, pictures=pictures,
+    return _filled("board.html", title="CUDA Graphs on several GPUs", names=list(documents), marks=MARKS, say=number, pictures=pictures,
                    labels=["as their owners sent them: their numbers are not ours"],
                    glance=results.side_by_side(documents), verdicts=verdicts, left_out=list(left_out))
 
@@ -51,10 +52,10 @@ def _filled(template, **given):
 
     rooms = jinja2.FileSystemLoader(Path(__file__).with_name("pages"))
     environment = jinja2.Environment(loader=rooms, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    html = environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
-    if (size := len(html.encode())) > LARGEST:
+    written = environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
+    if (size := len(written.encode())) > LARGEST:
         raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, and a page takes at most {LARGEST >> 20}: put less on it")
-    return html
+    return written
 
 
 def _picture(chart, names, others=()):
@@ -67,7 +68,16 @@ def _purpose(name):
     return (experiments.EXPERIMENTS[name].__doc__ or "").partition("\n")[0]
 
 
-def _number(value, unit):
+def grid(rows, head=()):
+    """Write {what: [a text for each column]} as an HTML table; whatever stands in it is text."""
+    left = 'style="text-align:left;vertical-align:top;max-width:24em;white-space:pre-wrap"'
+    top = "".join(f'<th scope="col" {left}>{html.escape(name)}</th>' for name in head)
+    body = "".join(f'<tr><th scope="row" {left}>{html.escape(what)}</th>' + "".join(f"<td {left}>{html.escape(text)}</td>" for text in texts) + "</tr>"
+                   for what, texts in rows.items())
+    return f'<div style="overflow-x:auto"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def number(value, unit):
     """Return a number with its unit as one reads it: three digits, thousands apart, shares in percent."""
     if value is None or value != value:
         return ""
@@ -93,7 +103,7 @@ def _download(table, name):
             "csv": base64.b64encode(csv.encode()).decode()}
 
 
-def _speedups(documents, sweep):
+def speedups(documents, sweep):
     """Return the chart of one sweep on each GPU, speedup against batch size, and the GPUs that are not in it; None without any.
 
     Drawn is the size that most of them have first.

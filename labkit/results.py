@@ -133,10 +133,10 @@ def read(path):
     return document
 
 
-def read_all(paths):
+def read_all(paths, read=read):
     """Return the results in files and folders (of *.json), and why others are left out: ({name: document}, [reason]).
 
-    A name is the GPU's; where several have the same GPU, the file's stands behind it.
+    A name is the GPU's; where several have the same GPU, the file's stands behind it. read: reads one file.
     """
     files, reasons, found = [], [], {}
     for path in map(Path, paths):

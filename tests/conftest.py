@@ -9,7 +9,7 @@ from labkit import machine
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started us in the background: tests press Ctrl-C all the same
     signal.signal(signal.SIGINT, signal.default_int_handler)
-FIRST = ("test_browser", "test_notebooks")  # they take longest: the other process works through the rest meanwhile
+FIRST = ("test_browser", "test_notebooks", "test_hub")  # they take longest: the other process works through the rest meanwhile
 
 
 def no_gpu_tests():

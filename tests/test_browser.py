@@ -7,9 +7,10 @@ import browser
 import nbformat
 import pytest
 
+from labkit import __main__ as cli
 from labkit import build
 
-LABS = {number: path.stem for number in (10, 31, 40) for path in build.NOTEBOOKS.glob(f"{number}_*.ipynb")}
+LABS = {number: path.stem for number in (10, 31, 40, 70) for path in build.NOTEBOOKS.glob(f"{number}_*.ipynb")}
 
 
 def shorten(path, words):
@@ -26,12 +27,13 @@ def tabs(tmp_path_factory):
     browser.need()
     labs, app = tmp_path_factory.mktemp("labs"), tmp_path_factory.mktemp("app")
     shutil.copytree(build.NOTEBOOKS, labs / "notebooks", ignore=shutil.ignore_patterns("solutions"))
-    for number, words in ((10, ("banner()", "sweep = ", "explore(")), (31, ("banner()", "operations = ", "search("))):
+    for number, words in ((10, ("banner()", "sweep = ", "explore(")), (31, ("banner()", "operations = ", "search(")),
+                          (70, ("banner()", "tables = {", "guesses = {}", "scorecard_view.", "board_view."))):
         shorten(labs / "notebooks" / f"{LABS[number]}.ipynb", words)
     with (browser.served(labs, "--LabApp.expose_app_in_browser=True") as jupyterlab, browser.served(app, "--app") as voila,
           browser.browser() as context):
         empty = re.sub("/lab/tree/[^?]+", "/lab", jupyterlab())  # the address without the first lab, which is not tested here
-        yield {"labs": browser.Tab(context, empty), "app": browser.Tab(context, voila())}
+        yield {"labs": browser.Tab(context, empty), "app": browser.Tab(context, voila()), "folder": labs / "notebooks"}
 
 
 def test_without_a_browser_tests_are_skipped_unless_they_are_required(monkeypatch):
@@ -42,6 +44,27 @@ def test_without_a_browser_tests_are_skipped_unless_they_are_required(monkeypatc
     monkeypatch.setenv("LABKIT_BROWSER", "required")
     with pytest.raises(pytest.fail.Exception, match="LABKIT_BROWSER=required, but there is no chromium here"):
         browser.need()
+
+
+def test_slides_can_be_read_from_the_back_row_and_go_by_arrow_keys(tmp_path):
+    browser.need()
+    notebook = nbformat.read(build.solutions()[0], 4)
+    (tmp_path / "slides.html").write_text(cli.slides(notebook.cells), "utf-8")
+    with browser.browser() as context:
+        page = context.new_page()
+        page.goto(f"file://{tmp_path}/slides.html", wait_until="domcontentloaded")
+        sizes = page.evaluate("""[...document.querySelectorAll("p, li, pre, td")].filter(e => e.offsetParent && e.innerText.trim())
+                                 .map(e => [parseFloat(getComputedStyle(e).fontSize), e.innerText])""")
+        assert len(sizes) > 50 and not [small for small in sizes if small[0] < 20]
+        headings = page.locator("h1, h2")
+        assert "Ask the doctor" in headings.nth(1).inner_text() and headings.count() > 10
+        assert page.get_by_text("For the teacher").count() == 0
+        seen = []
+        for key in ("ArrowRight", "PageDown", "ArrowRight", "ArrowLeft"):
+            page.keyboard.press(key)
+            seen.append(page.evaluate("""[...document.querySelectorAll("h1, h2")].findIndex(h => h.getBoundingClientRect().top >= -5)"""))
+        assert seen == [1, 2, 3, 2]
+        page.screenshot(path=browser.SCREENSHOTS / "slides.png")
 
 
 def change(locator, move):
@@ -76,6 +99,25 @@ def test_the_search_of_lab_31_follows_what_is_typed(tabs):
         for word in ("linalg", "fails"):  # each letter is an answer of its own: wait for the last
             expect(rows.filter(has_not_text=word)).to_have_count(0)
         assert 0 < rows.count() < everything
+
+
+def test_lab_70_takes_guesses_by_keyboard_and_its_board_follows_a_folder(tabs):
+    from playwright.sync_api import expect
+    with tabs["labs"].lab(LABS[70]) as lab:
+        lab.locator(".labkit-guess-share select").press("h")  # its first letter, as an open menu is none of the page's
+        lab.page.keyboard.press("Tab")
+        expect(lab.locator(".labkit-guesses")).to_contain_text("guesses = {'share': 'holds'}")
+        expect(lab.locator(".labkit-guess-arithmetic select")).to_be_focused()
+        row = lab.locator(".labkit-score-table tr", has_text="share, lab 10")
+        expect(row).to_contain_text("holds")
+        expect(row.locator("a")).to_have_attribute("href", f"{LABS[10]}.ipynb")
+        board = lab.locator(".labkit-board-status")
+        expect(board).to_contain_text("labkit export --out class_results/NAME.json")
+        (tabs["folder"] / "class_results").mkdir()
+        (tabs["folder"] / "class_results" / "<img src=x onerror=alert(1)>.json").write_text("{")
+        expect(board).to_have_text("0 in class_results, 1 left out.", timeout=5_000)
+        expect(lab.locator(".labkit-board-table li")).to_contain_text("_img src_x onerror_alert_1__.json is left out: it cannot be read")
+        lab.locator("button.labkit-board-stop").click()
 
 
 def explores_batches(page):

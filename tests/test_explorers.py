@@ -63,10 +63,11 @@ def test_a_slider_moves_the_words_and_the_bars_at_once():
 
 
 def test_explore_shows_the_widgets_then_a_picture(monkeypatch):
-    from labkit.explorers import idle_view
+    from labkit.explorers import idle_view, sweep_view
 
     shown = []
-    monkeypatch.setattr(idle_view, "display", lambda thing, *rest, **options: shown.append(thing))
+    for room in (sweep_view, idle_view):
+        monkeypatch.setattr(room, "display", lambda thing, *rest, **options: shown.append(thing))
     idle_view.explore(sweep())
     assert "application/vnd.jupyter.widget-view+json" in shown[0] and "kernels" in shown[0]["text/plain"]
     assert shown[1].png and LABEL in str(shown[1])

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # A room may import those named before it in the table, at the top of its file or inside a function.
 FLOORS = re.findall(r"^\| `(\w+)[./]", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M)
-NEVER_TORCH = ("install", "explain", "launch_model", "batching", "recordings", "claims", "results", "charts", "check", "build", "record")
+NEVER_TORCH = ("install", "explain", "launch_model", "batching", "recordings", "claims", "results", "charts", "progress", "check", "build", "guide", "record", "hub")
 FILES = sorted(path for path in (ROOT / "labkit").rglob("*.py") if path != ROOT / "labkit" / "__init__.py")
 
 

@@ -1,11 +1,17 @@
 """Names and versions agree everywhere, and what is packaged can be installed, built and put on Binder."""
 
+import contextlib
 import importlib.metadata
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import tomllib
+import urllib.error
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -88,7 +94,27 @@ def test_repo2docker_accepts_binder():
     made = done.stdout + done.stderr
     assert done.returncode == 0, made
     assert 'pip install --no-cache-dir -r "binder/requirements.txt"' in made and "RUN ./binder/postBuild" in made
+    assert 'R2D_ENTRYPOINT="${REPO_DIR}/binder/start"' in made
     assert "python=3.12" in made
+
+
+def test_binder_opens_the_first_lab(tmp_path):
+    """Binder runs binder/start with the command of its server."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}", "--IdentityProvider.token=t"]
+    with subprocess.Popen([ROOT / "binder" / "start", *server], cwd=ROOT, stderr=subprocess.DEVNULL,
+                          env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path)}) as started:
+        try:
+            for _ in range(300):
+                time.sleep(0.1)
+                with contextlib.suppress(urllib.error.URLError):  # it has yet to start
+                    opened = urllib.request.urlopen(f"http://127.0.0.1:{port}/?token=t", timeout=20)
+                    break
+        finally:
+            started.terminate()
+    first = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))[0]
+    assert opened.status == 200 and f"/lab/tree/notebooks/{first}" in opened.url
 
 
 def test_a_wheel_carries_every_room_recording_and_list(tmp_path):
@@ -102,7 +128,7 @@ def test_a_wheel_carries_every_room_recording_and_list(tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path]
     subprocess.run([*pip, source], check=True)
     inside = set(zipfile.ZipFile(next(tmp_path.glob(f"labkit-{labkit.__version__}-*.whl"))).namelist())
-    files = [file for ending in ("py", "json", "csv", "ipynb") for file in (source / "labkit").rglob(f"*.{ending}")]
+    files = [file for ending in ("py", "json", "csv", "ipynb", "html", "yaml", "md") for file in (source / "labkit").rglob(f"*.{ending}")]
     wanted = {str(file.relative_to(source)) for file in files}
     assert len(wanted) > 10 and wanted <= inside, wanted - inside
 

@@ -34,7 +34,7 @@ def test_make_targets_exist():
 def test_the_table_of_labs_agrees_with_the_labs():
     rows = dict(re.findall(r"\]\(notebooks/(\w+)\.ipynb\) \| (\d+) \|", README))
     said = {path.stem: re.search(r"\*\*Minutes:\*\* (\d+)", path.read_text("utf-8"))[1] for path in build.solutions()}
-    assert rows == said
+    assert rows == said, "the README's table of labs has a row for each, with its minutes"
 
 
 def test_variables_are_read_somewhere():

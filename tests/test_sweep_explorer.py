@@ -343,7 +343,8 @@ def test_what_if_follows_its_sliders():
 
 def test_what_if_has_labelled_sliders_and_bars(monkeypatch):
     shown = []
-    monkeypatch.setattr(whatif_view, "display", lambda thing, *rest, **options: shown.append(thing))
+    for room in (sweep_view, whatif_view):
+        monkeypatch.setattr(room, "display", lambda thing, *rest, **options: shown.append(thing))
     whatif_view.whatif(TRACED, CONSTANTS)
     assert "predicted" in shown[0]["text/plain"] and LABEL in shown[1].data
     model = whatif_model.WhatIfModel(TRACED, CONSTANTS)

@@ -8,14 +8,13 @@ from traitlets import link
 
 from labkit import charts
 from labkit.explorers.idle_model import INPUTS, IdleModel
+from labkit.explorers.sweep_view import show_widget
 
 
 def explore(table):
     """Show the explorer for the table of experiments.idle_sweep(), and below it a picture that needs no widgets."""
     model = IdleModel(table)
-    bundle = view(model)._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": model.summary}, *metadata, raw=True)
+    show_widget(view(model), model.summary)
     display(model.picture())
 
 

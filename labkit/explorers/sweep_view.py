@@ -27,9 +27,7 @@ NAMES = """new MutationObserver(() => document.querySelectorAll(".widget-slider"
 def explore(*, sources=None, still=True, **wishes):
     """Show the explorer over what is recorded, and what can be measured here; below it (still) a picture and the summary."""
     model = SweepModel(sources or at_hand(), **wishes)
-    bundle = view(model)._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": model.summary}, *metadata, raw=True)
+    show_widget(view(model), model.summary)
     if still and isinstance(chart := model.chart(), charts.Chart):
         display(HTML("<small>How the explorer began, for pages without widgets:</small>"))
         display(chart)
@@ -130,7 +128,7 @@ def view(model):
         widget.observe(lambda change, name=name: moved(change, name), names="value")
     model.observe(show, names="shown")
     model.observe(tell, names=["status", "busy"])
-    buttons["measure"].on_click(lambda _: _start(model.measure()))
+    buttons["measure"].on_click(lambda _: start(model.measure()))
     buttons["stop"].on_click(lambda _: model.stop())
     show(), tell()
     made["gpu"].layout.display = None if len(model.sources) > 1 else "none"
@@ -150,7 +148,15 @@ def _options(model, name):
     return tuple((SHOWN[o], o) for o in options) if name == "model" else options
 
 
-def _start(measuring):
+def show_widget(widget, words):
+    """Display a widget, with words for pages that have none."""
+    bundle = widget._repr_mimebundle_()
+    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
+    display({**data, "text/plain": words}, *metadata, raw=True)
+
+
+def start(measuring):
+    """Run a coroutine beside the cells, and keep it alive."""
     task = asyncio.ensure_future(measuring)
     _RUNNING.add(task)
     task.add_done_callback(_RUNNING.discard)

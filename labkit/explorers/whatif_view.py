@@ -6,6 +6,7 @@ import ipywidgets as widgets
 from IPython.display import HTML, display
 
 from labkit import charts
+from labkit.explorers.sweep_view import show_widget
 from labkit.explorers.whatif_model import FACTORS, WhatIfModel
 
 LABELS = {"cpu": "CPU speed ×", "gpu": "GPU speed ×", "more_layers": "layers ×"}
@@ -15,9 +16,7 @@ CLASSES = {"cpu": "labkit-cpu", "gpu": "labkit-gpu-speed", "more_layers": "labki
 def whatif(table, constants, **wishes):
     """Show what-if over a sweep with traces and the machine's launch_model.Constants; below it the same without widgets."""
     model = WhatIfModel(table, constants, **wishes)
-    bundle = view(model)._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": model.summary}, *metadata, raw=True)
+    show_widget(view(model), model.summary)
     display(HTML(f"<details><summary>Without the sliders</summary>{_html(model)}</details>"))
 
 

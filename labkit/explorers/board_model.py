@@ -1,0 +1,83 @@
+"""The board of a class: a folder that results are put into; side by side out, again whenever a file comes, changes or goes. No widgets."""
+
+import asyncio
+import functools
+import os
+from pathlib import Path
+
+from traitlets import Any, Bool, HasTraits, Int, Unicode, observe
+
+from labkit import claims, report, results
+
+
+class BoardModel(HasTraits):
+    """The results in a folder (files of `labkit export`), and `own`, a document or None, always first.
+
+    documents: {name: results}; left_out: [reason]; table: {what: [a text for each name]}; apart: the claims on which they
+    differ, {claim id: [a verdict for each name]}. `shown` counts what changed: look at it to draw again.
+    """
+    documents, left_out, table, apart = Any(), Any(()), Any(), Any()
+    sweep, status = Unicode("sweep_gpt2"), Unicode()
+    running, shown = Bool(), Int()
+
+    def __init__(self, folder, own=None):
+        super().__init__()
+        self.folder, self.own, self._seen, self._task = Path(folder), own, ..., None
+        self._read = functools.lru_cache(results.MOST_FILES)(lambda path, seen: results.read(path))
+        self.poll()
+
+    def poll(self):
+        """Look at names, sizes and times of the folder's files, read them again if any is other than before, and say if so."""
+        seen = self._look()
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        found, self.left_out = results.read_all([self.folder] if seen else [], lambda path: self._read(path, seen.get(path.name)))
+        mine = {} if self.own is None or self.own in found.values() else {f"{self.own['machine']['gpu']}, as in this lab": self.own}
+        self.documents = mine | found
+        self.table = results.side_by_side(self.documents)
+        judged = {id: [one["verdicts"].get(id, {}).get("verdict", claims.UNKNOWN) for one in self.documents.values()] for id in claims.CLAIMS}
+        self.apart = {id: verdicts for id, verdicts in judged.items() if len(set(verdicts)) > 1}
+        self.status = (f"{len(found)} in {self.folder.name}, {len(self.left_out)} left out." if seen else
+                       f"Nothing in {self.folder.name} yet. To add a GPU: python -m labkit export --out {self.folder}/NAME.json")
+        self.shown += 1
+        return True
+
+    def _look(self):
+        """Return {name: (bytes, time of the last change)} of the files that would be read; {} where there is no folder."""
+        try:
+            names = [name for name in os.listdir(self.folder) if name.endswith(".json")]
+        except OSError:  # none yet
+            return {}
+        return {name: _size_and_time(self.folder / name) for name in names}
+
+    @observe("sweep")
+    def _other_sweep(self, _change):
+        self.shown += 1
+
+    def chart(self):
+        """Draw the chosen sweep of all that have it: a Chart, or a sentence."""
+        drawn = report.speedups(self.documents, self.sweep)
+        return drawn[0] if drawn else "None of these has that sweep."
+
+    async def watch(self, every_s=1.0):
+        """Poll the folder until stopped; whatever goes wrong with it is said, and the next look comes all the same."""
+        self.running, self._task = True, (mine := object())
+        while self._task is mine:
+            try:
+                self.poll()
+            except Exception as error:  # a board on a wall must not die of one file
+                self._seen, self.status = ..., f"This look at the folder failed: {type(error).__name__}: {error}"
+            await asyncio.sleep(every_s)
+
+    def stop(self):
+        """End the watching."""
+        self.running, self._task = False, None
+
+
+def _size_and_time(path):
+    try:
+        seen = path.stat()
+    except OSError:  # a link that leads nowhere, or a file that goes just now
+        return None
+    return seen.st_size, seen.st_mtime_ns

@@ -1,0 +1,157 @@
+"""A class on one server: JupyterHub over one shared install, with a folder and a share of a GPU for each learner.
+
+Everything of one class lies in one folder: hub.json (the settings), password.txt, the hub's database, and a home for
+each learner. All of them run as the user who starts the hub: that keeps friendly people from tripping over each other,
+and nobody from reading what the others wrote.
+"""
+
+import importlib.util
+import ipaddress
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import labkit
+from labkit import machine
+
+PROXY = "configurable-http-proxy"
+CONFIG = Path(__file__).with_name("hub_config.py")
+GIB_WANTED = 2  # what the labs want for each process
+
+
+class HubError(Exception):
+    """Why no hub is started, and what to do."""
+
+
+def prepare(labs, learners, folder="class", *, ip="127.0.0.1", port=8000, ssl_key=None, ssl_cert=None, behind_proxy=False,
+            idle=60, allow_root=False):
+    """Check everything, write the class's folder and return its settings (as in hub.json); HubError says what is wrong.
+
+    labs: the folder of the labs that learners get copies of. learners: a file with one name a line.
+    port: the hub itself uses the next two as well, on this machine only. idle: minutes until a kernel, then its server, stops.
+    """
+    if not importlib.util.find_spec("jupyterhub"):
+        raise HubError(f"JupyterHub is not installed: {sys.executable} -m pip install jupyterhub {PROXY}")
+    if os.geteuid() == 0 and not allow_root:
+        raise HubError("as root, what learners type runs as root: start the hub as another user "
+                       "(or say --allow-root in a container that is thrown away)")
+    _judge_address(ip, ssl_key, ssl_cert, behind_proxy)
+    settings = {"names": read_names(learners), "labs": str(Path(labs).resolve()), "ip": ip, "port": port, "idle_s": int(60 * idle),
+                "proxy": _proxy(bool(ssl_key)), "root": allow_root,
+                "ssl": [str(Path(file).resolve()) for file in (ssl_key, ssl_cert) if file]}
+    for number, host in ((port, ip), (port + 1, "127.0.0.1"), (port + 2, "127.0.0.1")):
+        _judge_port(host, number)
+    folder = Path(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    password(folder)
+    (folder / "hub.json").write_text(json.dumps(settings, indent=1))
+    return settings
+
+
+def _judge_address(ip, ssl_key, ssl_cert, behind_proxy):
+    """Refuse to send passwords over a network in plain text."""
+    if bool(ssl_key) != bool(ssl_cert):
+        raise HubError("--ssl-key and --ssl-cert go together")
+    for file in filter(None, (ssl_key, ssl_cert)):
+        if not os.access(file, os.R_OK):
+            raise HubError(f"{file} cannot be read")
+    try:
+        here_only = ipaddress.ip_address(ip).is_loopback
+    except ValueError:
+        raise HubError(f"--ip wants an address of this machine, like 127.0.0.1 or 0.0.0.0, not {ip!r}") from None
+    if not here_only and not ssl_key and not behind_proxy:
+        raise HubError(f"on {ip} passwords would cross the network in plain text: give --ssl-key and --ssl-cert, or say "
+                       "--behind-proxy if a proxy in front does TLS and this port is closed to everybody else")
+
+
+def _judge_port(host, port):
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise HubError(f"port {port} of {host} cannot be used ({error}): --port takes another, with the two after it") from None
+
+
+def read_names(path):
+    """Return the learners' names in a file, one a line; what follows # does not count."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in Path(path).read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise HubError(f"the list of learners cannot be read ({error}): write one name a line") from None
+    names = [line for line in lines if line]
+    for name in names:  # a name is a folder's name and part of an address
+        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", name):
+            raise HubError(f"{name!r} in {path} is no name to sign in with: small letters, digits, - and _, a letter first")
+    if not names or len(set(names)) < len(names):
+        raise HubError(f"{path} " + ("names somebody twice" if names else "holds no names: write one a line"))
+    return names
+
+
+def password(folder):
+    """Return the class's password: what password.txt says, which is made where there is none."""
+    file = Path(folder, "password.txt")
+    if not file.exists():
+        with open(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as new:
+            new.write(secrets.token_hex(6) + "\n")
+    said = file.read_text().strip()
+    if len(said) < 8:
+        raise HubError(f"the password in {file} is shorter than 8 characters: write a longer one, or delete the file for a new one")
+    return said
+
+
+def _proxy(tls):
+    """Return the path of JupyterHub's proxy: node's if it is there, else the one in Python, which knows no TLS."""
+    folders = [*os.environ.get("PATH", "").split(os.pathsep), Path(sys.executable).parent]
+    found = [path for folder in folders if os.access(path := Path(folder, PROXY), os.X_OK)]
+    nodes = [path for path in found if b"node" in path.open("rb").readline()]
+    if not nodes and (tls or not found):
+        raise HubError(f"{'TLS needs the proxy of node' if tls else 'JupyterHub needs its proxy'}: npm install -g {PROXY}"
+                       + (", or let a proxy in front do TLS" if tls else f", or {sys.executable} -m pip install {PROXY}"))
+    return str((nodes or found)[0])
+
+
+def command(folder):
+    """Enter a class's folder and return the arguments of Python that start its hub."""
+    os.chdir(folder)
+    paths = [str(Path(labkit.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return ["-m", "jupyterhub", "-f", str(CONFIG)]
+
+
+def copy_labs(labs, home):
+    """Put the labs that a learner does not have yet into home/notebooks; what is there stays as it is."""
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (home / "notebooks").mkdir(exist_ok=True)
+    for lab in sorted(Path(labs).glob("*.ipynb")):
+        if not (mine := home / "notebooks" / lab.name).exists():
+            shutil.copyfile(lab, mine)
+
+
+def least_loaded(taken):
+    """Return the GPU (its UUID) for the next learner: fewest in `taken`, a list of UUIDs, then least memory in use; None without any."""
+    gpus = machine.gpus()
+    return min(gpus, key=lambda uuid: (taken.count(uuid), gpus[uuid][0]), default=None)
+
+
+def share(learners, gpus):
+    """Return which share of its GPU's memory each process may take: two a learner, as two labs, or a lab and its child process.
+
+    A tenth is left for what no limit of torch counts, the contexts; somebody alone has all.
+    """
+    each = -(-learners // max(gpus, 1))
+    return 1.0 if each <= 1 else int(900 / (2 * each)) / 1000
+
+
+def budget(learners):
+    """Say in a line who measures where, and how much memory each process gets."""
+    if not (gpus := machine.gpus()):
+        return "No NVIDIA GPU: the labs show recordings."
+    gib = share(learners, len(gpus)) * min(total for _, total in gpus.values()) / 2**30
+    return (f"{learners} learners on {len(gpus)} GPU{'s' * (len(gpus) > 1)}: up to {gib:.1f} GiB for each process."
+            + (f" The labs want {GIB_WANTED}: name fewer learners, or use more GPUs." if gib < GIB_WANTED else ""))

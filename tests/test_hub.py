@@ -1,0 +1,238 @@
+"""A class on one server: what is refused, who gets which GPU, and two learners who sign in for real (`learners.py 8`: eight)."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jsonschema
+import learners
+import psutil
+import pytest
+import yaml
+
+from labkit import __main__ as cli
+from labkit import build, hub, machine, notebook
+
+hub_needed = pytest.mark.skipif(not importlib.util.find_spec("jupyterhub"), reason="jupyterhub is not installed: make hub installs it")
+NVML = '''"""Two GPUs that are not there, the second one in use."""
+from types import SimpleNamespace
+
+GPUS = {"GPU-one": (0, 80 << 30), "GPU-two": (9 << 30, 80 << 30)}
+
+def nvmlInit(): ...
+def nvmlDeviceGetCount(): return len(GPUS)
+def nvmlDeviceGetHandleByIndex(i): return list(GPUS)[i]
+def nvmlDeviceGetHandleByUUID(uuid): return uuid
+def nvmlDeviceGetUUID(handle): return handle
+def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(used=GPUS[handle][0], total=GPUS[handle][1])
+'''
+
+
+@pytest.fixture
+def two_gpus(fresh_machine):
+    module = types.ModuleType("pynvml")
+    exec(NVML, module.__dict__)
+    fresh_machine.setitem(sys.modules, "pynvml", module)
+    fresh_machine.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fresh_machine
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """A function that prepares a class of two with some options, on ports that are free, as a user who is not root."""
+    (tmp_path / "names.txt").write_text("ada  # the first\n\nbob\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hub, "_proxy", lambda tls: f"proxy, TLS {tls}")
+    return lambda **options: hub.prepare(build.NOTEBOOKS, tmp_path / "names.txt", tmp_path / "class", **{"port": learners.free_ports(), **options})
+
+
+def test_a_class_lies_in_a_folder_that_others_cannot_enter(plan, tmp_path):
+    settings = plan()
+    assert settings["names"] == ["ada", "bob"] and settings["ip"] == "127.0.0.1" and not settings["ssl"]
+    assert json.loads((tmp_path / "class/hub.json").read_text()) == settings
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("class", "class/password.txt")] == [0o700, 0o600]
+    before = hub.password(tmp_path / "class")
+    plan()
+    assert hub.password(tmp_path / "class") == before and len(before) == 12 and before not in json.dumps(settings)
+    (tmp_path / "class/password.txt").write_text("short\n")
+    with pytest.raises(hub.HubError, match="shorter than 8 characters"):
+        plan()
+
+
+@pytest.mark.parametrize("ip, more, refused", [
+    ("0.0.0.0", {}, "passwords would cross the network in plain text"), ("::", {}, "in plain text"), ("10.1.2.3", {}, "in plain text"),
+    ("0.0.0.0", {"ssl_key": __file__}, "go together"), ("127.0.0.1", {"ssl_cert": __file__}, "go together"),
+    ("0.0.0.0", {"ssl_key": "/no/key", "ssl_cert": __file__}, "/no/key cannot be read"),
+    ("my.host", {"behind_proxy": True}, "wants an address of this machine")])
+def test_no_password_leaves_this_machine_in_plain_text(plan, ip, more, refused):
+    with pytest.raises(hub.HubError, match=refused):
+        plan(ip=ip, **more)
+
+
+def test_beyond_this_machine_with_tls_or_behind_a_proxy(plan):
+    assert plan(ip="0.0.0.0", behind_proxy=True)["ip"] == "0.0.0.0"
+    served = plan(ip="0.0.0.0", ssl_key=__file__, ssl_cert=__file__)
+    assert served["ssl"] == [__file__] * 2 and served["proxy"] == "proxy, TLS True"
+
+
+def test_root_and_a_missing_jupyterhub_and_a_busy_port_are_refused(plan, monkeypatch):
+    with learners.socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(hub.HubError, match="port .* cannot be used"):
+            plan(port=taken.getsockname()[1] - 1)  # the one after it is used, too
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(hub.HubError, match="as root, what learners type runs as root"):
+        plan()
+    assert plan(allow_root=True)["root"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(hub.HubError, match="JupyterHub is not installed: .* -m pip install jupyterhub"):
+        plan()
+
+
+@pytest.mark.parametrize("text, refused", [
+    ("", "holds no names"), ("# nobody", "holds no names"), ("ada\nada", "names somebody twice"), ("../../etc", "is no name to sign in with"),
+    ("Ada", "small letters"), ("a b", "is no name"), (None, "cannot be read")])
+def test_names_are_fit_for_folders_and_addresses(tmp_path, text, refused):
+    path = tmp_path / "names.txt"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(hub.HubError, match=refused):
+        hub.read_names(path)
+
+
+def test_the_refusal_is_one_line(tmp_path, capsys):
+    assert cli.main(["hub", str(tmp_path / "none.txt"), "--allow-root", f"--folder={tmp_path / 'class'}"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "class").exists()
+
+
+def test_tls_wants_the_proxy_of_node_which_is_taken_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "py" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "node"))
+    with pytest.raises(hub.HubError, match="needs its proxy: npm install -g configurable-http-proxy, or .* -m pip install"):
+        hub._proxy(False)
+    for folder, first in (("py", "#!/usr/bin/python"), ("node", "#!/usr/bin/env node")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / hub.PROXY).write_text(first + "\n")
+        (tmp_path / folder / hub.PROXY).chmod(0o755)
+        if folder == "py":
+            assert hub._proxy(False) == str(tmp_path / "py" / hub.PROXY)
+            with pytest.raises(hub.HubError, match="TLS needs the proxy of node"):
+                hub._proxy(True)
+    assert hub._proxy(False) == hub._proxy(True) == str(tmp_path / "node" / hub.PROXY)
+
+
+def test_the_next_learner_gets_the_least_loaded_gpu(two_gpus):
+    assert hub.least_loaded([]) == "GPU-one" == hub.least_loaded(["GPU-two"]) == hub.least_loaded(["GPU-one", "GPU-two", None])
+    assert hub.least_loaded(["GPU-one"]) == "GPU-two"
+    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert list(machine.gpus()) == ["GPU-two"] and hub.least_loaded(["GPU-two"] * 3) == "GPU-two"
+    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "GPU-tw, 0")
+    assert list(machine.gpus()) == ["GPU-two", "GPU-one"]
+    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.gpus() == {} and hub.least_loaded([]) is None
+
+
+@pytest.mark.parametrize("learners_here, gpus, wanted", [(1, 1, 1.0), (2, 2, 1.0), (8, 1, 0.056), (8, 2, 0.112), (9, 2, 0.09), (30, 0, 0.015)])
+def test_the_shares_of_all_learners_fit_on_a_gpu(learners_here, gpus, wanted):
+    assert hub.share(learners_here, gpus) == wanted
+    assert wanted == 1.0 or 2 * wanted * -(-learners_here // max(gpus, 1)) <= 0.9
+
+
+def test_a_share_that_is_too_small_is_said_beforehand(two_gpus):
+    assert hub.budget(8) == "8 learners on 2 GPUs: up to 9.0 GiB for each process."
+    assert "up to 0.9 GiB for each process. The labs want 2: name fewer learners" in hub.budget(80)
+    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hub.budget(8) == "No NVIDIA GPU: the labs show recordings."
+
+
+def test_copies_of_labs_never_overwrite_what_a_learner_wrote(tmp_path):
+    hub.copy_labs(build.NOTEBOOKS, tmp_path / "ada")
+    names = sorted(path.name for path in build.NOTEBOOKS.glob("*.ipynb"))
+    assert sorted(os.listdir(tmp_path / "ada/notebooks")) == names and "solutions" not in names
+    mine = tmp_path / "ada/notebooks" / names[0]
+    mine.write_text("mine")
+    (tmp_path / "ada/notebooks" / names[1]).unlink()
+    hub.copy_labs(build.NOTEBOOKS, tmp_path / "ada")
+    assert mine.read_text() == "mine" and (tmp_path / "ada/notebooks" / names[1]).exists()
+
+
+@pytest.mark.parametrize("share, limits", [("0.25", [0.25]), ("1", []), (None, []), ("a quarter", [])])
+def test_a_live_lab_keeps_to_its_share_of_the_memory(share, limits, monkeypatch):
+    import torch
+    monkeypatch.delenv("LABKIT_GPU_SHARE", raising=False)
+    if share:
+        monkeypatch.setenv("LABKIT_GPU_SHARE", share)
+    monkeypatch.setattr(machine, "mode", lambda: machine.Mode(True, "pretended"))
+    kept = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", kept.append)
+    notebook.banner()
+    assert kept == limits
+    assert ("give a share" in machine.wrong_settings()) == (share == "a quarter")
+
+
+@hub_needed
+def test_two_learners_sign_in_and_run_lab_10_at_once_each_in_a_place_of_their_own(tmp_path):
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "pynvml.py").write_text(NVML)
+    names = ["learner-1", "learner-2", "absent-1", "absent-2"]
+    with learners.served(tmp_path, names, paths=[tmp_path / "fake"]) as (address, process):
+        password = (tmp_path / "class/password.txt").read_text().strip()
+        assert not learners.Learner(address, "learner-1", "not the password").signed_in
+        assert not learners.Learner(address, "a-stranger", password).signed_in
+        both = learners.run_at_once(address, names[:2], password)
+        family = process.children(recursive=True)
+        everywhere = [one.laddr.ip for member in (process, *family) for one in member.net_connections("inet") if one.status == "LISTEN"]
+        assert len(everywhere) > 5 and set(everywhere) == {"127.0.0.1"}
+        one, two = (learner for learner, *_ in both)
+        one.name, mine = two.name, one.name  # with the cookies of one, ask for what is the other's
+        assert one.api("GET", "contents/notebooks").status_code == 403
+        one.name = mine
+        assert learners.requests.get(f"{address}/user/{mine}/api/contents").status_code == 403
+        told = learners.LEARNS_ABOUT_ITSELF
+        places = [dict(json.loads(learner.run([told])[1][0][0][1]["text"])) for learner in (one, two)]
+    assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+    for _, cells in both:
+        assert not [content for cell in cells for kind, content in cell if kind == "error"]
+        said = json.dumps(cells)
+        assert "RECORDED on NVIDIA" in said and "not attempted: saving_ms" in said and "image/png" in said
+    homes = [tmp_path / "class/learners" / name for name in names[:2]]
+    assert [Path(place["home"]) for place in places] == homes
+    assert sorted(place["gpu"] for place in places) == ["GPU-one", "GPU-two"]
+    assert {place["share"] for place in places} == {"0.225"}  # four names on two GPUs, two processes for each
+
+
+NUMBER, TEXT, SWITCH, LIST = {"type": "number"}, {"type": "string"}, {"type": "boolean"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}
+GPU = {"type": "object", "patternProperties": {r"^nvidia\.com/": {"const": "1"}}, "additionalProperties": False, "minProperties": 1}
+
+
+def closed(**properties):
+    """Return a schema of an object that has all of these properties, and no others."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+# What the chart's values.schema.yaml says of the values that we set, and what we want of them; helm checks the whole.
+VALUES = closed(
+    hub=closed(config=closed(JupyterHub=closed(authenticator_class={"const": "shared-password"}), Authenticator=closed(allowed_users=LIST))),
+    proxy=closed(https=closed(enabled={"const": True}, hosts=LIST, letsencrypt=closed(contactEmail=TEXT))),
+    singleuser=closed(image=closed(name=TEXT, tag=TEXT), defaultUrl=TEXT, lifecycleHooks=closed(postStart={"type": "object"}),
+                      extraResource=closed(guarantees=GPU, limits=GPU), cpu=closed(guarantee=NUMBER, limit=NUMBER),
+                      memory=closed(guarantee=TEXT, limit=TEXT), storage=closed(capacity=TEXT), startTimeout={"type": "integer"}),
+    cull=closed(enabled={"const": True}, timeout={"type": "integer"}, every={"type": "integer"}), prePuller=closed(hook=closed(enabled=SWITCH)))
+
+
+def test_the_values_for_a_cluster_are_the_charts_and_ask_for_a_gpu_tls_and_sign_in(tmp_path):
+    values = yaml.safe_load(Path(hub.__file__).with_name("hub_values.yaml").read_text("utf-8"))
+    jsonschema.validate(values, VALUES)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(values | {"singleUser": {}}, VALUES)
+    assert (build.NOTEBOOKS / Path(values["singleuser"]["defaultUrl"]).name).exists()
+    python, _, code = values["singleuser"]["lifecycleHooks"]["postStart"]["exec"]["command"]
+    there = code.replace("/srv/labs/notebooks", str(build.NOTEBOOKS))
+    subprocess.run([sys.executable, "-c", there], check=True, env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(learners.ROOT)})
+    assert python == "python" and len(list((tmp_path / "notebooks").glob("*.ipynb"))) == len(build.solutions())
