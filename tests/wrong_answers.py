@@ -86,7 +86,7 @@ WRONG = {
     "step_bytes": [(STEP_BYTES.format("weights + 2 * batch * context * layers * kv_heads * head"), "numbers, not bytes"),
                    (STEP_BYTES.format("size * (weights + batch * context * layers * kv_heads * head)"), "a key and a value"),
                    (STEP_BYTES.format("size * (weights + 2 * context * layers * kv_heads * head)"), "a cache of its own"),
-                   (STEP_BYTES.format("size * batch * (weights + 2 * context * layers * kv_heads * head)"), "share the weights"),
+                   (STEP_BYTES.format("size * batch * (weights + 2 * context * layers * kv_heads * head)"), "shares the weights"),
                    (STEP_BYTES.format("size * (weights + 2 * batch * context * kv_heads * head)"), "in every layer")],
     "rung": [("3", "the name of a rung"), ("'none'", "one of them is fast enough"), ("'eager, growing cache'", "takes too long"), ("'compiled and captured'", "a rung above")],
     # lab 70
