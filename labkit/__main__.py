@@ -1,6 +1,7 @@
 """The commands: python -m labkit doctor | lab | progress | hub | run | diagnose | decide | record | report | export | compare | build | guide."""
 
 import argparse
+import contextlib
 import difflib
 import importlib.util
 import itertools
@@ -202,11 +203,12 @@ def decide(args):
         raise Refusal(error) from error
 
 
-def seconds(word):
-    """Read a time limit: a number above 0."""
-    if not 0 < float(word) < float("inf"):
-        raise ValueError
-    return float(word)
+def above_zero(word):
+    """Read a time: a number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(word) < float("inf"):
+            return float(word)
+    raise argparse.ArgumentTypeError(f"a time is a number above 0, not {word!r}")
 
 
 def record(args):
@@ -271,10 +273,8 @@ def compare(args):
     if not found:
         raise Refusal("there are no results to compare: python -m labkit export makes a file of them")
     print(pandas.DataFrame.from_dict(results.side_by_side(found), orient="index", columns=list(found)).to_string())
-    for id in dict.fromkeys(id for document in found.values() for id in document["verdicts"]):
-        judged = {name: document["verdicts"].get(id, {}).get("verdict", "not judged") for name, document in found.items()}
-        if len(set(judged.values())) > 1:
-            print(f"{id}: {'; '.join(f'{verdict} ({name})' for name, verdict in judged.items())}")
+    for id, verdicts in results.apart(found).items():
+        print(f"{id}: {'; '.join(map('{} ({})'.format, verdicts, found))}")
     if args.out:
         _keep(args.out, report.board(found, left_out))
 
@@ -361,12 +361,12 @@ def parser():
     add[diagnose].add_argument("callable", metavar="MODULE:CALLABLE", help="what to capture, importable from this folder")
     add[diagnose].add_argument("--input", action="append", default=[], metavar="SHAPE:TYPE",
                                help="an example input, like 1x128:float16; once for each argument")
-    add[diagnose].add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for the child process")
+    add[diagnose].add_argument("--timeout", type=above_zero, default=120.0, metavar="SECONDS", help="for the child process")
     add[diagnose].add_argument("--here", action="store_true", help="try it in this process, for what cannot be sent")
     add[decide].add_argument("model", metavar="MODEL", help="mlp, transformer, causal, gpt2 or llama (ours); a folder or config.json of "
                              "transformers, for its decode step; or MODULE:CALLABLE")
     add[decide].add_argument("--batch", nargs="+", type=int, default=[1, 8, 32], metavar="N", help="batch sizes (else 1 8 32)")
-    add[decide].add_argument("--latency-us", type=seconds, metavar="N", help="a target for one step, in microseconds")
+    add[decide].add_argument("--latency-us", type=above_zero, metavar="N", help="a target for one step, in microseconds")
     add[decide].add_argument("--input", action="append", default=[], metavar="SHAPE:TYPE",
                              help="of MODULE:CALLABLE: like Bx128:float16, B for the batch; once for each argument")
     add[decide].add_argument("--layers", type=int, metavar="N", help="of one of ours")
@@ -374,7 +374,7 @@ def parser():
     add[decide].add_argument("--length", type=int, metavar="N", help="tokens of a step, or of the context of a decode step")
     add[decide].add_argument("--precision", default="float16", metavar="TYPE", help="float16, float32 or bfloat16")
     add[decide].add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes longest")
-    add[decide].add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for each capture and compilation")
+    add[decide].add_argument("--timeout", type=above_zero, default=120.0, metavar="SECONDS", help="for each capture and compilation")
     add[record].add_argument("names", nargs="*", metavar="NAME", help="an experiment or a lab; none: all")
     add[record].add_argument("--commit", help="the commit measured, in a copy without git")
     add[record].add_argument("--out", metavar="DIR", help="where to write (else labkit/recordings)")

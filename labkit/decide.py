@@ -23,8 +23,9 @@ RULES = {
     WRONG: f"replayed, it fails, or its results are more than {OFF:.0%} off on new values",
     CANNOT: "the trial capture fails; the first cause stands there"}
 REMARKS = (f"A capture that needs more than {CALLS:,} calls to pay for itself, and a pool of more than {MEMORY:.0%} of the GPU's memory, are "
-           "pointed out. A target is met when the whole interval is within it, and missed when all of it is beyond. torch.compile gives "
-           "more where its whole interval lies above the graph's.")
+           "pointed out. A target is met when the whole interval of the median call is within it, and missed when all of it is beyond; single "
+           "calls, and other processes, can take longer. torch.compile gives more where its whole interval lies above the graph's; its results are not compared.")
+NEAREST = "Not recorded as asked; this is the nearest that is"
 TARGET = {"only a graph surely meets": ((False, True), (None, True)), "only eager surely meets": ((True, False), (True, None)),
           "both meet": ((True, True),), "neither meets": ((False, False),)}  # of (eager, graph); None: too close to say, or not known
 SIZES = {"mlp": (24, 1024, 1), "transformer": (24, 512, 64), "causal": (24, 512, 64), "gpt2": (12, 768, 128), "llama": (16, 2048, 128)}
@@ -87,10 +88,10 @@ class Decision:
         said = []
         for advice in ADVICE:
             points = [point for point in self.points if point.advice == advice]
-            speeds = [point.speedup[0] for point in points if point.speedup]
             if points:
-                gain = f", {min(speeds):.2f} to {max(speeds):.2f} times as fast" if len(speeds) > 1 else f", {speeds[0]:.2f} times as fast" if speeds else ""
-                said.append(f"{advice} at {_batches(points)}{gain if advice in (USE, STAY, UNSURE) else ''}")
+                speeds = sorted(point.speedup[0] for point in points) if advice in (USE, STAY, UNSURE) else ()
+                gain = " to ".join(dict.fromkeys(f"{speed:.2f}" for speed in (*speeds[:1], *speeds[-1:])))
+                said.append(f"{advice} at {_batches(points)}" + (gain and f", {gain} times as fast"))
         if better := [point for point in self.points if point.better_compiled]:
             said.append(f"torch.compile gives more at {_batches(better)}")
         if self.latency_us:
@@ -98,6 +99,8 @@ class Decision:
             for words, wanted in TARGET.items():
                 if points := [p for p, each in met if each in wanted]:
                     said.append(f"{words} {charts.time(self.latency_us)} at {_batches(points)}")
+        if any(NEAREST in point.note for point in self.points):
+            said.append("not all of this was recorded as asked: see the notes")
         return "; ".join(said)[:1].upper() + "; ".join(said)[1:] + "."
 
     def rows(self):
@@ -113,7 +116,8 @@ class Decision:
         if p.capture_seconds is not None:
             told["capture"] = charts.time(p.capture_seconds * 1e6)
             calls = p.break_even
-            told["paid back after"] = "never" if calls is None else f"{calls:,} call{'s' * (calls > 1)}" + ": only for steps that run this often" * (calls > CALLS)
+            told["paid back after"] = "never" if calls is None else (
+                f"{calls:,} call{'s' * (calls > 1)}" + ": only for steps that run this often" * (calls > CALLS) + ", or never" * (p.speedup[1] <= 1))
         if p.pool_bytes is not None:
             share = p.pool_bytes / self.memory_bytes if self.memory_bytes else 0
             told["pool"] = f"{p.pool_bytes / 2**20:,.1f} MiB" + f": {share:.0%} of this GPU's memory" * (share > MEMORY)
@@ -143,7 +147,7 @@ class Decision:
 
 
 def _batches(points):
-    *most, last = (f"{point.batch:,}" for point in points)
+    *most, last = dict.fromkeys(f"{point.batch:,}" for point in points)
     return f"batch {', '.join(most)}{' and ' if most else ''}{last}"
 
 
@@ -162,11 +166,19 @@ def _meets(point, how, target_us):
 
 def decide(model, batches=(1, 8, 32), *, latency_us=None, **options):
     """Judge a model at some batches -> Decision. latency_us: a target in µs; for the others see `points`, which also says what it raises."""
-    live = _is_live(model)
-    found = tuple(points(model, batches, **options))
-    label = recordings.provenance("decide")["label"] if live else _sweep(model).attrs["provenance"]["label"]
-    memory = machine.describe().memory_gib * 2**30 if live else None
-    return Decision(model, found, label, latency_us, memory)
+    *_, answer = answers(model, batches, latency_us=latency_us, **options)
+    return answer
+
+
+def answers(model, batches, *, latency_us=None, **options):
+    """Yield the Decision after each batch, as `decide` gives it after the last."""
+    if not (latency_us is None or isinstance(latency_us, (int, float)) and latency_us > 0):
+        raise ValueError(f"a target is a time above 0, not {latency_us!r}")
+    found, live = (), _is_live(model)
+    for point in points(model, batches, **options):
+        label = recordings.provenance("decide")["label"] if live else _sweep(model).attrs["provenance"]["label"]
+        found += (point,)
+        yield Decision(model, found, label, latency_us, machine.describe().memory_gib * 2**30 if live else None)
 
 
 def points(model, batches=(1, 8, 32), *, inputs=(), layers=None, width=None, length=None, precision="float16", compiled=True, timeout_s=120.0):
@@ -181,9 +193,13 @@ def points(model, batches=(1, 8, 32), *, inputs=(), layers=None, width=None, len
     size = tuple(given if given is not None else ours for given, ours in zip((layers, width, length), default))
     if kind != "ours" and (layers or width):
         raise ValueError(f"layers and width are those of {model} itself")
-    if (kind == "callable") != bool(inputs) or not all(isinstance(n, int) and n > 0 for n in batches) or precision not in PRECISIONS:
-        raise ValueError("a module:callable, and nothing else, takes inputs, like Bx128:float16; batches are whole numbers from 1; "
-                         f"precision is one of {', '.join(PRECISIONS)}")
+    if (kind == "callable") != bool(inputs):
+        raise ValueError("a module:callable, and nothing else, takes inputs, like Bx128:float16")
+    if not batches or not all(isinstance(n, int) and n > 0 for n in (*batches, *filter(lambda n: n is not None, size))):
+        raise ValueError("batches (one at least), layers, width and length are whole numbers from 1")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is one of {', '.join(PRECISIONS)}")
+    batches = list(dict.fromkeys(batches))
     if kind == "callable" and len(batches) > 1 and not any("B" in text.partition(":")[0] for text in inputs):
         raise ValueError("several batches need inputs that say where the batch goes: write B for it, like Bx128:float16")
     if not _is_live(model):
@@ -229,7 +245,7 @@ def _looked_up(model, size, precision, batches):
         wanted["batch"] = batch
         row = min(rows.to_dict("records"), key=lambda row: (far(row, INPUTS[1:]), far(row, ["batch"])))
         other = [f"{name} {row[name]} for {wanted[name]}" for name in wanted if row[name] != wanted[name]]
-        note = f"Not recorded as asked; this is the nearest that is: {', '.join(other)}. " if other else ""
+        note = f"{NEAREST}: {', '.join(other)}. " if other else ""
         if row["skipped"]:
             yield Point(row["batch"], skipped=row["skipped"], note=note)
             continue
@@ -246,8 +262,8 @@ def _looked_up(model, size, precision, batches):
 def _asked_of_a_child(trial, what, timeout_s):
     try:
         return in_child(trial, what, timeout_s)
-    except RuntimeError as error:
-        return {"skipped": str(error)}
+    except RuntimeError as error:  # its first line is our own call, where the child raised
+        return {"skipped": str(error).splitlines()[:2][-1]}
 
 
 def trial_capture(batch, **what):
@@ -257,9 +273,10 @@ def trial_capture(batch, **what):
     if isinstance(made := _made(batch, **what), str):
         return {"skipped": made}
     found = examine.examine(*made)
-    names = {"largest_difference": "off"} | {name: name for name in (
-        "failure", "kernels", "capture_seconds", "pool_bytes", "eager_us", "graph_us", "speedup", "risks")}
-    return {names[name]: value for name, value in found.items() if name in names}
+    if found.get("failure", "").startswith("it fails without a capture"):  # which says nothing about graphs
+        return {"skipped": found["failure"]}
+    found["off"] = found.pop("largest_difference", None)
+    return {name: value for name, value in found.items() if name in Point.__dataclass_fields__}
 
 
 def trial_compile(batch, **what):
@@ -352,8 +369,7 @@ def example(text):
         zeros = torch.zeros(shape, dtype=dtype, device="cuda")
         return zeros.float().normal_().to(dtype) if dtype.is_floating_point else zeros
     except (ValueError, AttributeError, TypeError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
-        raise ValueError(f"--input wants a shape and a type, like 1x128:float16, not {text!r} ({said})") from error
+        raise ValueError(f"--input wants a shape and a type, like 1x128:float16, not {text!r} ({_first_line(error)})") from error
 
 
 def _first_line(error):

@@ -258,6 +258,12 @@ def side_by_side(documents):
     return {what: [one.get(what, "") for one in found] for what in dict.fromkeys(what for one in found for what in one)}
 
 
+def apart(documents):
+    """Return the claims on which results differ, {claim id: [a verdict for each]}; not to have measured one is no difference."""
+    judged = {id: [one["verdicts"].get(id, {}).get("verdict", claims.UNKNOWN) for one in documents.values()] for id in claims.CLAIMS}
+    return {id: verdicts for id, verdicts in judged.items() if len({*verdicts} - {claims.UNKNOWN}) > 1}
+
+
 def _glance(document):
     from labkit.charts import curve_name, time
 

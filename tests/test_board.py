@@ -38,7 +38,14 @@ def test_alone_there_are_ones_own_results_and_how_to_add_others(tmp_path, own):
         assert list(model.documents) == ["NVIDIA H200, as in this lab"] and not model.left_out and not model.apart
         assert model.status == f"Nothing in {folder.name} yet. To add a GPU: python -m labkit export --out {folder}/NAME.json"
         assert isinstance(model.chart(), charts.Chart)
+    assert BoardModel(tmp_path / "a b").status.endswith(f"--out '{tmp_path}/a b/NAME.json'")
     assert BoardModel(tmp_path).chart() == "None of these has that sweep."
+
+
+def test_a_folder_is_named_so_that_the_command_works_from_anywhere(tmp_path, own, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("", "class"):
+        assert (tmp_path / folder).name in (said := BoardModel(folder, own).status) and f"--out {tmp_path / folder}/NAME.json" in said
 
 
 def test_a_file_that_comes_changes_and_goes_is_seen_and_only_then(tmp_path, own, put):
@@ -52,6 +59,14 @@ def test_a_file_that_comes_changes_and_goes_is_seen_and_only_then(tmp_path, own,
     assert model.poll() and list(model.documents)[1] == "Made-up B and more"
     (tmp_path / "a.json").unlink()
     assert model.poll() and len(model.documents) == 1
+
+
+def test_a_claim_that_one_has_not_measured_is_no_difference(own):
+    other = copy.deepcopy(own)
+    other["verdicts"]["micro"]["verdict"], other["verdicts"]["share"]["verdict"] = HOLDS, HOLDS
+    assert results.apart({"a": own, "b": other}) == {"share": ["does not hold here", HOLDS]}
+    del other["verdicts"]["share"]
+    assert results.apart({"a": own, "b": other}) == {}
 
 
 def test_unchanged_files_are_not_read_again(tmp_path, put, monkeypatch):

@@ -112,7 +112,7 @@ def test_lab_70_takes_guesses_by_keyboard_and_its_board_follows_a_folder(tabs):
         expect(row).to_contain_text("holds")
         expect(row.locator("a")).to_have_attribute("href", f"{LABS[10]}.ipynb")
         board = lab.locator(".labkit-board-status")
-        expect(board).to_contain_text("labkit export --out class_results/NAME.json")
+        expect(board).to_contain_text(f"labkit export --out {tabs['folder'] / 'class_results' / 'NAME.json'}")
         (tabs["folder"] / "class_results").mkdir()
         (tabs["folder"] / "class_results" / "<img src=x onerror=alert(1)>.json").write_text("{")
         expect(board).to_have_text("0 in class_results, 1 left out.", timeout=5_000)

@@ -1,7 +1,9 @@
 """Should this model use graphs: every rule at, above and below its bounds, on made-up measurements; where numbers come from."""
 
+import asyncio
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from made_up import sweep_row, table
@@ -9,6 +11,7 @@ from made_up import sweep_row, table
 from labkit import __main__ as cli
 from labkit import decide, examine, machine, recordings
 from labkit.decide import CALLS, CANNOT, GAIN, MEMORY, OFF, STAY, UNKNOWN, UNSURE, USE, WRONG, Decision, Point
+from labkit.explorers.decide_model import DecideModel
 
 
 def point(low=2.0, high=3.0, batch=1, eager=300.0, **more):
@@ -41,6 +44,11 @@ def test_a_capture_that_saves_nothing_is_never_paid_back():
     assert slow.break_even is None and Decision("m", (slow,), "made up").rows()["paid back after"] == ["never"]
 
 
+def test_where_the_speedup_may_be_none_a_capture_may_never_be_paid_back():
+    said = [Decision("m", (point(low, capture_seconds=0.1),), "made up").rows()["paid back after"][0] for low in (1.001, 1.0)]
+    assert said == ["500 calls", "500 calls, or never"]
+
+
 def test_a_large_pool_is_pointed_out():
     at, above = (Decision("m", (point(pool_bytes=int(share * 2**30)),), "made up", memory_bytes=2**30).rows()["pool"][0]
                  for share in (MEMORY, MEMORY + 0.01))
@@ -67,7 +75,7 @@ def test_torch_compile_gives_more_only_where_its_whole_interval_lies_above():
 def test_the_recommendation_is_one_sentence_and_names_every_batch():
     points = (point(batch=1), point(batch=8), point(0.9, 1.0, batch=32), Point(64, failure="it waits"), Point(512, skipped="no room"))
     assert Decision("m", points, "made up").recommendation == (
-        "Use a graph at batch 1 and 8, 2.50 to 2.50 times as fast; stay eager at batch 32, 0.95 times as fast; "
+        "Use a graph at batch 1 and 8, 2.50 times as fast; stay eager at batch 32, 0.95 times as fast; "
         "cannot be captured at batch 64; not measured at batch 512.")
 
 
@@ -99,6 +107,9 @@ def test_what_was_recorded_is_looked_up_and_labelled(recorded):
 
 def test_the_nearest_is_named_exactly_and_what_did_not_fit_stays_so(recorded):
     first, large = decide.decide("gpt2", (3, 700), length=600, layers=6, precision="float16").points
+    assert "see the notes" in decide.decide("gpt2", (4,), layers=6).recommendation
+    assert "see the notes" not in decide.decide("gpt2", (4, 4)).recommendation and len(decide.decide("gpt2", (4, 4)).points) == 1
+    assert "at batch 4, " in Decision("m", (first, first), "made up").recommendation  # of two that were asked for
     assert first.batch == 4 and "layers 12 for 6, length 1024 for 600, batch 4 for 3" in first.note
     [large] = decide.decide("gpt2", (700,)).points
     assert large.advice == UNKNOWN and large.skipped == "out of memory" and "batch 512 for 700" in large.note
@@ -120,6 +131,8 @@ def test_what_is_not_recorded_needs_a_gpu(recorded, fresh_machine, model):
 @pytest.mark.parametrize("model, options, why", [
     ("moon", {}, "'moon' is none of ours"), ("gpt2", {"inputs": ("1x2",)}, "and nothing else, takes inputs"), ("a:b", {}, "takes inputs"),
     ("gpt2", {"batches": (0,)}, "whole numbers"), ("gpt2", {"batches": (1.5,)}, "whole numbers"), ("gpt2", {"precision": "int8"}, "precision"),
+    ("gpt2", {"batches": ()}, "one at least"), ("gpt2", {"layers": 0}, "whole numbers"), ("gpt2", {"width": -1}, "whole numbers"),
+    ("gpt2", {"length": 0}, "whole numbers"), *(("gpt2", {"latency_us": us}, "a time above 0") for us in (0, -1, "2000", float("nan"))),
     ("a:b", {"inputs": ("1x2",), "batches": (1, 2)}, "write B for it"), ("a:b", {"inputs": ("Bx2",), "layers": 2}, "layers and width are those")])
 def test_what_cannot_be_asked_for_is_refused(recorded, model, options, why):
     with pytest.raises(ValueError, match=why):
@@ -141,6 +154,7 @@ def measured(monkeypatch):
         return json.loads(json.dumps(answer))
     monkeypatch.setattr(decide, "in_child", in_child)
     monkeypatch.setattr(machine, "require_gpu", lambda what: None)
+    monkeypatch.setattr(machine, "describe", lambda: SimpleNamespace(gpu="Made-up", memory_gib=80))
     monkeypatch.setattr(recordings, "tables_are_live", lambda: True)
     return asked, answers
 
@@ -161,6 +175,8 @@ def test_what_a_child_cannot_do_is_said_and_costs_nothing_else(measured):
     answers["trial_capture"] = {"skipped": "a mlp needs 900 GiB"}
     [one] = decide.points("mlp", (1,))
     assert one.advice == UNKNOWN and "900 GiB" in str(Decision("mlp", (one,), "made up")) and len(asked) == 3
+    answers["trial_capture"] = RuntimeError("trial_capture failed in its own process: line 3: json.dumps(...)\nAcceleratorError: lost\nMore.")
+    assert next(decide.points("mlp", (1,))).skipped == "AcceleratorError: lost"
     answers["trial_capture"] = {"failure": "the CPU waits for the GPU"}
     assert next(decide.points("mlp", (1,), compiled=False)).advice == CANNOT
 
@@ -172,6 +188,12 @@ def test_a_trial_hands_on_what_the_capture_doctor_finds(monkeypatch):
     monkeypatch.setattr(examine, "examine", lambda fn, inputs: found)
     told = decide.trial_capture(1)
     assert Point(1, **told).advice == WRONG and told["pool_bytes"] == 5 and set(told) == {"kernels", "capture_seconds", "pool_bytes", "risks", "off", "speedup"}
+
+
+def test_a_step_that_fails_without_a_capture_too_says_nothing_about_graphs(monkeypatch):
+    monkeypatch.setattr(examine, "_risks", lambda fn, inputs: fn(*inputs))
+    monkeypatch.setattr(decide, "_made", lambda batch, **what: (lambda x: x.nothing, (1,)))
+    assert Point(1, **(told := decide.trial_capture(1))).advice == UNKNOWN and "it fails without a capture, too: AttributeError" in told["skipped"]
 
 
 def test_a_step_that_cannot_be_made_is_a_reason():
@@ -190,6 +212,44 @@ def test_a_config_of_transformers_gives_its_decode_step(tmp_path, monkeypatch):
         assert decide.kind_of(str(path)) == "config"
     model = decide._from_config(str(tmp_path), torch.float32, "cpu")
     assert model.config.n_layer == 2 and next(model.parameters()).device.type == "cpu" and not model.training
+
+
+# ---- the page
+
+def test_the_page_asks_one_question_and_grows_by_a_batch(measured):
+    seen, asked = [], measured[0]
+    model = DecideModel(model="mine:step ", inputs="Bx2", batches=(1, 8))
+
+    def look(change):
+        seen.append(change["new"] and [point.batch for point in change["new"].points])
+        model.model, model.batches = "mlp", (512,)  # typed while it measures: that is the next question
+    model.observe(look, names="decision")
+    asyncio.run(model.answer())
+    assert seen == [[1], [1, 8]] and {what["model"] for _, what, _ in asked} == {"mine:step"} and model.status == "Done: 2 of 2 batches."
+    model.target_ms = -1
+    asyncio.run(model.answer())
+    assert model.decision is None and model.status == "No answer: a target is a time above 0, not -1000.0" and not model.busy
+
+
+@pytest.mark.parametrize("batches, inputs, why", [((1, 8), "1x2", "write B for it"), ((), "Bx2", "one at least")])
+def test_what_cannot_be_asked_for_is_said_on_the_page(measured, batches, inputs, why):
+    model = DecideModel(model="mine:step", inputs=inputs, batches=batches)
+    asyncio.run(model.answer())
+    assert why in model.status and not measured[0]
+
+
+def test_stop_keeps_the_batch_that_is_measured(measured):
+    model = DecideModel(model="mlp", batches=(1, 8))
+    model.observe(lambda change: model.stop(), names="decision")
+    asyncio.run(model.answer())
+    assert len(model.decision.points) == 1 and model.status == "Done: 1 of 2 batches."
+
+
+def test_a_time_that_is_none_is_refused_in_plain_words(capsys):
+    for word in ("0", "soon", "nan"):
+        with pytest.raises(SystemExit):
+            cli.main(["decide", "gpt2", "--latency-us", word])
+        assert f"a time is a number above 0, not '{word}'" in capsys.readouterr().err
 
 
 def test_the_command_answers_from_recordings_and_refuses_in_one_line(monkeypatch, capsys):

@@ -43,6 +43,12 @@ def test_guesses_go_into_the_callers_dictionary_and_out_again(made):
     assert ScorecardModel({}, guesses).guesses is guesses  # a widget that is made again knows them
 
 
+@pytest.mark.parametrize("guesses", [{"share": "Holds"}, {"moon": HOLDS}])
+def test_a_guess_that_is_none_is_named_with_those_there_are(made, guesses):
+    with pytest.raises(ValueError, match=f"{HOLDS}, {LIMITS}, .*none: .*{[*guesses.values()][0]}"):
+        ScorecardModel({}, guesses)
+
+
 def test_what_is_missing_comes_in_one_after_the_other_and_a_failure_costs_only_itself(made):
     tables, seen = {}, []
     model = ScorecardModel(tables, {})
@@ -109,7 +115,8 @@ def test_the_table_links_to_labs_that_are_there_and_shows_number_range_and_origi
 
 
 def test_markup_in_whatever_comes_is_text(made):
-    model = ScorecardModel(TABLES, {"launch-cost": "<b>guess</b>"})
+    model = ScorecardModel(TABLES, {})
+    model.guesses["launch-cost"] = "<b>guess</b>"
     model.missing = {"capture_cost": "<script>alert(1)</script>"}
     model.verdicts = tuple(replace(v, why="<i>why</i>", provenance={"label": "<u>"}) for v in model.verdicts)
     html = scorecard_view.table(model)

@@ -3,11 +3,12 @@
 import asyncio
 import functools
 import os
+import shlex
 from pathlib import Path
 
 from traitlets import Any, Bool, HasTraits, Int, Unicode, observe
 
-from labkit import claims, report, results
+from labkit import report, results
 
 
 class BoardModel(HasTraits):
@@ -22,7 +23,7 @@ class BoardModel(HasTraits):
 
     def __init__(self, folder, own=None):
         super().__init__()
-        self.folder, self.own, self._seen, self._task = Path(folder), own, ..., None
+        self.folder, self.own, self._seen, self._task = Path(folder).absolute(), own, ..., None  # the same wherever one is
         self._read = functools.lru_cache(results.MOST_FILES)(lambda path, seen: results.read(path))
         self.poll()
 
@@ -36,10 +37,9 @@ class BoardModel(HasTraits):
         mine = {} if self.own is None or self.own in found.values() else {f"{self.own['machine']['gpu']}, as in this lab": self.own}
         self.documents = mine | found
         self.table = results.side_by_side(self.documents)
-        judged = {id: [one["verdicts"].get(id, {}).get("verdict", claims.UNKNOWN) for one in self.documents.values()] for id in claims.CLAIMS}
-        self.apart = {id: verdicts for id, verdicts in judged.items() if len(set(verdicts)) > 1}
+        self.apart = results.apart(self.documents)
         self.status = (f"{len(found)} in {self.folder.name}, {len(self.left_out)} left out." if seen else
-                       f"Nothing in {self.folder.name} yet. To add a GPU: python -m labkit export --out {self.folder}/NAME.json")
+                       f"Nothing in {self.folder.name} yet. To add a GPU: python -m labkit export --out {shlex.quote(str(self.folder / 'NAME.json'))}")
         self.shown += 1
         return True
 

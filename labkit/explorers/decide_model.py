@@ -17,17 +17,13 @@ class DecideModel(HasTraits):
         """Answer the question as it is now, until all batches are there or it is stopped."""
         if self.busy:
             return
-        self.busy, self._going, found = True, True, []
-        asked = {"latency_us": self.target_ms * 1000 or None, "inputs": tuple(self.inputs.split())}
+        self.busy, self._going, self.decision, batches = True, True, None, self.batches
+        self.status = "Each batch takes up to some minutes where it is measured."
+        growing = decide.answers(self.model.strip(), batches, latency_us=self.target_ms * 1000 or None, inputs=tuple(self.inputs.split()))
         try:
-            for number, batch in enumerate(self.batches, 1):
-                self.status = f"{self.model}, batch {batch}, {number} of {len(self.batches)}. This takes up to some minutes where it is measured."
-                part = await asyncio.to_thread(decide.decide, self.model.strip(), (batch,), **asked)
-                found += part.points
-                self.decision = decide.Decision(part.model, tuple(found), part.label, part.latency_us, part.memory_bytes)
-                if not self._going:
-                    break
-            self.status = f"Done: {len(found)} of {len(self.batches)} batches."
+            while self._going and (grown := await asyncio.to_thread(next, growing, None)):
+                self.decision, self.status = grown, f"{len(grown.points)} of {len(batches)} batches."
+            self.status = f"Done: {self.status}"
         except Exception as error:  # said, whatever it is: the page lives on
             self.status = f"No answer: {str(error).partition(chr(10))[0] or type(error).__name__}"
         finally:

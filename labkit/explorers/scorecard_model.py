@@ -21,6 +21,8 @@ class ScorecardModel(HasTraits):
 
     def __init__(self, tables, guesses):
         super().__init__()
+        if wrong := {id: guess for id, guess in guesses.items() if id not in claims.CLAIMS or guess not in GUESSES}:
+            raise ValueError(f"guesses are {', '.join(GUESSES)}, each for a claim; these are none: {wrong}")
         self.tables, self.guesses, self.missing, self._going = tables, guesses, {}, False
         self.refresh()
 

@@ -23,8 +23,8 @@ def guess(model):
         rows.append(widgets.HBox([menu.add_class(f"labkit-guess-{id}"), widgets.HTML(escape(claim.statement), layout={"flex": "1"})]))
 
     def show(_=None):
-        kept.value = (f"<p>{len(model.guesses)} of {len(claims.CLAIMS)} guessed. They are in <code>guesses</code>; to keep them when the kernel "
-                      f"restarts, copy this into the cell above: <code>guesses = {escape(repr(model.guesses))}</code></p>")
+        kept.value = (f"<p>{len(model.guesses)} of {len(claims.CLAIMS)} guessed. They are in <code>guesses</code>; to keep them for another run of this "
+                      f"lab, copy this into the cell above: <code>guesses = {escape(repr(model.guesses))}</code></p>")
 
     model.observe(show, names="shown")
     show()
