@@ -351,7 +351,7 @@ def parser():
     add[hub].add_argument("--ssl-key", metavar="FILE", help="the key of a certificate, for another --ip")
     add[hub].add_argument("--ssl-cert", metavar="FILE", help="the certificate")
     add[hub].add_argument("--behind-proxy", action="store_true", help="another --ip without TLS: a proxy in front does it")
-    add[hub].add_argument("--idle", type=seconds, default=60, metavar="MINUTES", help="stop what nobody uses after these (else 60)")
+    add[hub].add_argument("--idle", type=above_zero, default=60, metavar="MINUTES", help="stop what nobody uses after these (else 60)")
     add[hub].add_argument("--allow-root", action="store_true", help="run as root, which learners then do, too")
     add[doctor].add_argument("--json", action="store_true", help="print the checks as JSON")
     add[run].add_argument("labs", nargs="*", metavar="LAB", help="a lab's name or number; none: all")
