@@ -84,7 +84,7 @@ def voila_command():
 def progress(args):
     """Say which exercises of which labs are solved."""
     from labkit import progress
-    print(progress.bars(args.folder or notebooks_folder()))
+    print(progress.bars(args.folder or ("." if progress.exercises(".") else notebooks_folder())))
 
 
 def hub(args):
