@@ -93,9 +93,10 @@ def hub(args):
     settings = hub.prepare(notebooks_folder(), args.learners, args.folder, ip=args.ip, port=args.port, ssl_key=args.ssl_key,
                            ssl_cert=args.ssl_cert, behind_proxy=args.behind_proxy, idle=args.idle, allow_root=args.allow_root)
     host = platform.node() if args.ip in ("0.0.0.0", "::") else args.ip
+    command = hub.command(args.folder)
     print(f"{hub.budget(len(settings['names']))}\nLearners sign in at http{'s' * bool(args.ssl_key)}://{host}:{args.port} with their "
           f"name and the password in {Path(args.folder, 'password.txt')}. Ctrl-C ends it all.", flush=True)
-    os.execv(sys.executable, [sys.executable, *hub.command(args.folder)])
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def find_labs(names, folder):
