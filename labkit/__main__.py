@@ -172,7 +172,7 @@ def slides(cells):
     shown = []
     for cell in cells:
         if "instructor" not in cell.metadata.get("tags", ()):
-            parts = re.split(r"^(?=## )", cell.source, flags=re.M) if cell.cell_type == "markdown" else ()
+            parts = re.split(r"^(?=###? )", cell.source, flags=re.M) if cell.cell_type == "markdown" else ()
             shown += [nbformat.v4.new_markdown_cell(part) for part in parts if part.strip()] or [cell]
     return page(shown).replace("</head>", (Path(labkit.__file__).parent / "pages" / "slides.html").read_text("utf-8") + "</head>", 1)
 
