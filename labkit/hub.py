@@ -104,7 +104,7 @@ def password(folder):
     file.chmod(0o600)  # an editor may have made it
     said = file.read_text("utf-8-sig", errors="replace").strip()
     if len(said) < 8 or not said.isascii():  # JupyterHub compares no other letters
-        raise HubError(f"the password in {file} is shorter than 8 characters, or has other letters than a to z: write another, "
+        raise HubError(f"the password in {file} is shorter than 8 characters, or has letters beyond ASCII: write another, "
                        "or delete the file for a new one")
     return said
 

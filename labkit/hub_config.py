@@ -60,6 +60,7 @@ c.JupyterHub.authenticator_class = "shared-password"
 c.Authenticator.allowed_users = set(settings["names"])
 c.Authenticator.allow_existing_users = False  # who was in the class before and is no longer
 c.SharedPasswordAuthenticator.user_password = hub.password(".")
+c.JupyterHub.cookie_secret = os.urandom(32)  # whoever signed in before, with another password, signs in again
 
 c.JupyterHub.spawner_class = LearnersServer
 c.SimpleLocalProcessSpawner.home_dir_template = os.path.abspath("learners/{username}")

@@ -65,7 +65,7 @@ def test_a_class_lies_in_a_folder_that_others_cannot_enter(plan, tmp_path):
     assert hub.password(tmp_path / "class") == "of the class" and (tmp_path / "class/password.txt").stat().st_mode & 0o777 == 0o600
     for refused in (b"short\n", "für die Klasse".encode(), "für die Klasse".encode("latin-1")):
         (tmp_path / "class/password.txt").write_bytes(refused)
-        with pytest.raises(hub.HubError, match="shorter than 8 characters, or has other letters"):
+        with pytest.raises(hub.HubError, match="shorter than 8 characters, or has letters beyond ASCII"):
             plan()
 
 
@@ -139,8 +139,10 @@ def test_who_is_no_longer_in_the_class_cannot_sign_in(plan, tmp_path, monkeypatc
     from traitlets.config import Config
     plan()
     monkeypatch.chdir(tmp_path / "class")
-    config = Config()
-    runpy.run_path(str(hub.CONFIG), {"get_config": lambda: config})
+    before, config = Config(), Config()
+    for one in (before, config):
+        runpy.run_path(str(hub.CONFIG), {"get_config": lambda one=one: one})
+    assert len(config.JupyterHub.cookie_secret) == 32 and config.JupyterHub.cookie_secret != before.JupyterHub.cookie_secret
     door = SharedPasswordAuthenticator(config=config)
     door.add_user(types.SimpleNamespace(name="left-last-year"))  # as JupyterHub does for all in its database
     assert door.allowed_users == {"ada", "bob"} and config.JupyterHub.upgrade_db
