@@ -84,7 +84,7 @@ def voila_command():
 def progress(args):
     """Say which exercises of which labs are solved."""
     from labkit import progress
-    print(progress.bars(args.folder or notebooks_folder()))
+    print(progress.bars(args.folder or ("." if progress.exercises(".") else notebooks_folder())))
 
 
 def hub(args):
@@ -93,9 +93,10 @@ def hub(args):
     settings = hub.prepare(notebooks_folder(), args.learners, args.folder, ip=args.ip, port=args.port, ssl_key=args.ssl_key,
                            ssl_cert=args.ssl_cert, behind_proxy=args.behind_proxy, idle=args.idle, allow_root=args.allow_root)
     host = platform.node() if args.ip in ("0.0.0.0", "::") else args.ip
+    command = hub.command(args.folder)
     print(f"{hub.budget(len(settings['names']))}\nLearners sign in at http{'s' * bool(args.ssl_key)}://{host}:{args.port} with their "
           f"name and the password in {Path(args.folder, 'password.txt')}. Ctrl-C ends it all.", flush=True)
-    os.execv(sys.executable, [sys.executable, *hub.command(args.folder)])
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def find_labs(names, folder):
@@ -171,7 +172,7 @@ def slides(cells):
     shown = []
     for cell in cells:
         if "instructor" not in cell.metadata.get("tags", ()):
-            parts = re.split(r"^(?=## )", cell.source, flags=re.M) if cell.cell_type == "markdown" else ()
+            parts = re.split(r"^(?=###? )", cell.source, flags=re.M) if cell.cell_type == "markdown" else ()
             shown += [nbformat.v4.new_markdown_cell(part) for part in parts if part.strip()] or [cell]
     return page(shown).replace("</head>", (Path(labkit.__file__).parent / "pages" / "slides.html").read_text("utf-8") + "</head>", 1)
 

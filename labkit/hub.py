@@ -81,15 +81,17 @@ def _judge_port(host, port):
 def read_names(path):
     """Return the learners' names in a file, one a line; what follows # does not count."""
     try:
-        lines = [line.partition("#")[0].strip() for line in Path(path).read_text("utf-8").splitlines()]
+        lines = [line.partition("#")[0].strip() for line in Path(path).read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise HubError(f"the list of learners cannot be read ({error}): write one name a line") from None
     names = [line for line in lines if line]
     for name in names:  # a name is a folder's name and part of an address
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", name):
             raise HubError(f"{name!r} in {path} is no name to sign in with: small letters, digits, - and _, a letter first")
-    if not names or len(set(names)) < len(names):
-        raise HubError(f"{path} " + ("names somebody twice" if names else "holds no names: write one a line"))
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise HubError(f"{path} names {', '.join(twice)} twice")
+    if not names:
+        raise HubError(f"{path} holds no names: write one a line")
     return names
 
 
@@ -97,11 +99,13 @@ def password(folder):
     """Return the class's password: what password.txt says, which is made where there is none."""
     file = Path(folder, "password.txt")
     if not file.exists():
-        with open(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as new:
-            new.write(secrets.token_hex(6) + "\n")
-    said = file.read_text().strip()
-    if len(said) < 8:
-        raise HubError(f"the password in {file} is shorter than 8 characters: write a longer one, or delete the file for a new one")
+        file.touch(0o600)
+        file.write_text(secrets.token_hex(6) + "\n")
+    file.chmod(0o600)  # an editor may have made it
+    said = file.read_text("utf-8-sig", errors="replace").strip()
+    if len(said) < 8 or not said.isascii():  # JupyterHub compares no other letters
+        raise HubError(f"the password in {file} is shorter than 8 characters, or has letters beyond ASCII: write another, "
+                       "or delete the file for a new one")
     return said
 
 
@@ -109,7 +113,7 @@ def _proxy(tls):
     """Return the path of JupyterHub's proxy: node's if it is there, else the one in Python, which knows no TLS."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), Path(sys.executable).parent]
     found = [path for folder in folders if os.access(path := Path(folder, PROXY), os.X_OK)]
-    nodes = [path for path in found if b"node" in path.open("rb").readline()]
+    nodes = [path for path in found if b"node" in path.open("rb").readline().rpartition(b"/")[2]]
     if not nodes and (tls or not found):
         raise HubError(f"{'TLS needs the proxy of node' if tls else 'JupyterHub needs its proxy'}: npm install -g {PROXY}"
                        + (", or let a proxy in front do TLS" if tls else f", or {sys.executable} -m pip install {PROXY}"))
@@ -117,10 +121,17 @@ def _proxy(tls):
 
 
 def command(folder):
-    """Enter a class's folder and return the arguments of Python that start its hub."""
+    """Enter a class's folder, which no second hub may, and return the arguments of Python that start its hub."""
+    import fcntl  # where there is none, there is no JupyterHub either
     os.chdir(folder)
-    paths = [str(Path(labkit.__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    lock = os.open("hub.lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise HubError(f"a hub is running in {folder}: stop it first, or name another --folder") from None
+    os.set_inheritable(lock, True)  # held until the hub ends, however it does
+    for name, first in (("PYTHONPATH", Path(labkit.__file__).parents[1]), ("PATH", Path(sys.executable).parent)):
+        os.environ[name] = os.pathsep.join(filter(None, [str(first), os.environ.get(name)]))
     return ["-m", "jupyterhub", "-f", str(CONFIG)]
 
 
@@ -149,9 +160,10 @@ def share(learners, gpus):
 
 
 def budget(learners):
-    """Say in a line who measures where, and how much memory each process gets."""
-    if not (gpus := machine.gpus()):
-        return "No NVIDIA GPU: the labs show recordings."
+    """Say in a line if labs run LIVE, and then how much of a GPU's memory each process gets."""
+    here, gpus = machine.mode(), machine.gpus()
+    if not here.live or not gpus:
+        return f"The labs run {'LIVE' if here.live else 'RECORDED'}: {here.reason}. {here.fix}".rstrip()
     gib = share(learners, len(gpus)) * min(total for _, total in gpus.values()) / 2**30
     return (f"{learners} learners on {len(gpus)} GPU{'s' * (len(gpus) > 1)}: up to {gib:.1f} GiB for each process."
             + (f" The labs want {GIB_WANTED}: name fewer learners, or use more GPUs." if gib < GIB_WANTED else ""))

@@ -14,20 +14,18 @@ from jupyterhub.spawner import SimpleLocalProcessSpawner
 
 from labkit import hub, machine
 
-KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "LABKIT_MODE", "LABKIT_RECORDING", "LABKIT_BUDGET")
 settings = json.loads(Path("hub.json").read_text())
 
 
 class LearnersServer(SimpleLocalProcessSpawner):
     """One learner's Jupyter server: a home of its own with copies of the labs, on the least loaded GPU."""
 
-    running = weakref.WeakSet()
+    known = weakref.WeakSet()
     gpu = None
 
     async def start(self):
         hub.copy_labs(settings["labs"], Path(self.home_dir))
-        self.gpu = hub.least_loaded([server.gpu for server in self.running])
-        self.running.add(self)
+        self.gpu = hub.least_loaded([server.gpu for server in self.known])
         return await super().start()
 
     def get_env(self):
@@ -42,12 +40,11 @@ class LearnersServer(SimpleLocalProcessSpawner):
     def load_state(self, state):
         super().load_state(state)
         self.gpu = state.get("gpu")
-        self.running.add(self)
+        self.known.add(self)  # JupyterHub calls this for every server, also for one that has yet to start
 
     def clear_state(self):
         super().clear_state()
         self.gpu = None
-        self.running.discard(self)
 
 
 c = globals()["get_config"]()  # JupyterHub puts it there
@@ -55,20 +52,26 @@ c.JupyterHub.ip, c.JupyterHub.port = settings["ip"], settings["port"]
 c.JupyterHub.hub_port = settings["port"] + 2  # this and the next listen on this machine only
 c.ConfigurableHTTPProxy.api_url = f"http://127.0.0.1:{settings['port'] + 1}"
 c.ConfigurableHTTPProxy.command = [settings["proxy"]]
+c.JupyterHub.upgrade_db = True  # a class's folder may be from before an update of JupyterHub
 if settings["ssl"]:
     c.JupyterHub.ssl_key, c.JupyterHub.ssl_cert = settings["ssl"]
 
 c.JupyterHub.authenticator_class = "shared-password"
 c.Authenticator.allowed_users = set(settings["names"])
+c.Authenticator.allow_existing_users = False  # who was in the class before and is no longer
 c.SharedPasswordAuthenticator.user_password = hub.password(".")
+c.JupyterHub.cookie_secret = os.urandom(32)  # whoever signed in before, with another password, signs in again
 
 c.JupyterHub.spawner_class = LearnersServer
 c.SimpleLocalProcessSpawner.home_dir_template = os.path.abspath("learners/{username}")
-c.Spawner.cmd = [sys.executable, "-m", "jupyterhub.singleuser"]
+c.Spawner.cmd = [sys.executable, "-P", "-m", "jupyterhub.singleuser"]  # -P: a learner's random.py is not Python's
 c.Spawner.default_url = "/lab/tree/notebooks/" + min(path.name for path in Path(settings["labs"]).glob("*.ipynb"))
-c.Spawner.env_keep = list(KEPT)
-c.Spawner.environment = {"MPLCONFIGDIR": os.path.abspath("matplotlib")}  # its list of fonts takes seconds: once for all
+c.Spawner.env_keep = ["PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "LABKIT_MODE", "LABKIT_RECORDING", "LABKIT_BUDGET"]
+c.Spawner.environment = {"PIP_USER": "1",  # what a learner installs does not go into the install of all
+                         "MPLCONFIGDIR": os.path.abspath("matplotlib")}  # its list of fonts takes seconds: once for all
 c.Spawner.start_timeout = c.Spawner.http_timeout = 120  # seconds: a class signs in all at once
 c.Spawner.args = [f"--MappingKernelManager.cull_idle_timeout={settings['idle_s']}", "--MappingKernelManager.cull_interval=60",
                   "--MappingKernelManager.cull_connected=True",  # a tab left open would keep its memory of the GPU all night
+                  "--LabApp.extension_manager=readonly",
+                  '--ServerApp.terminado_settings={"shell_command": ["/bin/bash"]}',  # no login shell: that would set PATH anew
                   f"--ServerApp.shutdown_no_activity_timeout={settings['idle_s']}", *["--allow-root"] * settings["root"]]

@@ -26,14 +26,16 @@ def note(name, verdict):
 
 
 def exercises(folder):
-    """Return {lab: names of its exercises, in order} for the labs in a folder; what is no notebook is left out."""
+    """Return {lab: names of its exercises, in order} for the labs in a folder; what is no notebook, and a second copy, is left out."""
     labs = {}
-    for path in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb")):
+    for path in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb"), key=lambda path: path.stem):
         try:
             code = "\n".join("".join(cell["source"]) for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code")
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        labs[path.stem] = list(dict.fromkeys(CHECKED.findall(code)))
+        names = list(dict.fromkeys(CHECKED.findall(code)))
+        if not any(set(names) & set(others) for others in labs.values()):
+            labs[path.stem] = names
     return labs
 
 

@@ -24,8 +24,8 @@ from labkit import build
 
 ROOT = Path(__file__).parents[1]
 LAB = "10_measure_launch_overhead"
-LEARNS_ABOUT_ITSELF = """import json, os
-print(json.dumps({"home": os.environ["HOME"], "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "share": os.environ.get("LABKIT_GPU_SHARE")}))"""
+LEARNS_ABOUT_ITSELF = """import json, os, shutil
+print(json.dumps({"home": os.environ["HOME"], "python": shutil.which("python"), "pip": os.environ.get("PIP_USER"), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "share": os.environ.get("LABKIT_GPU_SHARE")}))"""
 
 
 @contextmanager

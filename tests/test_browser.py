@@ -49,6 +49,8 @@ def test_without_a_browser_tests_are_skipped_unless_they_are_required(monkeypatc
 def test_slides_can_be_read_from_the_back_row_and_go_by_arrow_keys(tmp_path):
     browser.need()
     notebook = nbformat.read(build.solutions()[0], 4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("## Learn the four moves", "### Learn the four moves")  # an exercise can stand so low
     (tmp_path / "slides.html").write_text(cli.slides(notebook.cells), "utf-8")
     with browser.browser() as context:
         page = context.new_page()
@@ -56,13 +58,13 @@ def test_slides_can_be_read_from_the_back_row_and_go_by_arrow_keys(tmp_path):
         sizes = page.evaluate("""[...document.querySelectorAll("p, li, pre, td")].filter(e => e.offsetParent && e.innerText.trim())
                                  .map(e => [parseFloat(getComputedStyle(e).fontSize), e.innerText])""")
         assert len(sizes) > 50 and not [small for small in sizes if small[0] < 20]
-        headings = page.locator("h1, h2")
+        headings = page.locator("h1, h2, h3")
         assert "Ask the doctor" in headings.nth(1).inner_text() and headings.count() > 10
         assert page.get_by_text("For the teacher").count() == 0
         seen = []
         for key in ("ArrowRight", "PageDown", "ArrowRight", "ArrowLeft"):
             page.keyboard.press(key)
-            seen.append(page.evaluate("""[...document.querySelectorAll("h1, h2")].findIndex(h => h.getBoundingClientRect().top >= -5)"""))
+            seen.append(page.evaluate("""[...document.querySelectorAll("h1, h2, h3")].findIndex(h => h.getBoundingClientRect().top >= -5)"""))
         assert seen == [1, 2, 3, 2]
         page.screenshot(path=browser.SCREENSHOTS / "slides.png")
 

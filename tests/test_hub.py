@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -59,9 +60,13 @@ def test_a_class_lies_in_a_folder_that_others_cannot_enter(plan, tmp_path):
     before = hub.password(tmp_path / "class")
     plan()
     assert hub.password(tmp_path / "class") == before and len(before) == 12 and before not in json.dumps(settings)
-    (tmp_path / "class/password.txt").write_text("short\n")
-    with pytest.raises(hub.HubError, match="shorter than 8 characters"):
-        plan()
+    (tmp_path / "class/password.txt").unlink()
+    (tmp_path / "class/password.txt").write_bytes("\ufeffof the class\r\n".encode())
+    assert hub.password(tmp_path / "class") == "of the class" and (tmp_path / "class/password.txt").stat().st_mode & 0o777 == 0o600
+    for refused in (b"short\n", "für die Klasse".encode(), "für die Klasse".encode("latin-1")):
+        (tmp_path / "class/password.txt").write_bytes(refused)
+        with pytest.raises(hub.HubError, match="shorter than 8 characters, or has letters beyond ASCII"):
+            plan()
 
 
 @pytest.mark.parametrize("ip, more, refused", [
@@ -96,7 +101,7 @@ def test_root_and_a_missing_jupyterhub_and_a_busy_port_are_refused(plan, monkeyp
 
 
 @pytest.mark.parametrize("text, refused", [
-    ("", "holds no names"), ("# nobody", "holds no names"), ("ada\nada", "names somebody twice"), ("../../etc", "is no name to sign in with"),
+    ("", "holds no names"), ("# nobody", "holds no names"), ("ada\nbob\nada", "names ada twice"), ("../../etc", "is no name to sign in with"),
     ("Ada", "small letters"), ("a b", "is no name"), (None, "cannot be read")])
 def test_names_are_fit_for_folders_and_addresses(tmp_path, text, refused):
     path = tmp_path / "names.txt"
@@ -104,6 +109,43 @@ def test_names_are_fit_for_folders_and_addresses(tmp_path, text, refused):
         path.write_text(text)
     with pytest.raises(hub.HubError, match=refused):
         hub.read_names(path)
+
+
+def test_a_list_of_names_may_come_from_any_editor(tmp_path):
+    names = [f"learner-{i}" for i in range(200)]
+    (tmp_path / "names.txt").write_bytes(("\ufeff" + "\r\n".join(names)).encode())
+    assert hub.read_names(tmp_path / "names.txt") == names
+    with pytest.raises(hub.HubError, match="cannot be read"):
+        hub.read_names(tmp_path)
+
+
+def test_one_hub_for_a_folder_and_learners_get_this_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    held = []
+    monkeypatch.setattr(os, "set_inheritable", lambda file, on: held.append(file))
+    assert hub.command(tmp_path)[:2] == ["-m", "jupyterhub"]
+    assert os.environ["PATH"] == f"{Path(sys.executable).parent}:/usr/bin" and os.environ["PYTHONPATH"] == f"{learners.ROOT}:mine"
+    with pytest.raises(hub.HubError, match="a hub is running in .*: stop it first, or name another --folder"):
+        hub.command(tmp_path)
+    os.close(held[0])  # as when the hub ends
+    hub.command(tmp_path)
+
+
+@hub_needed
+def test_who_is_no_longer_in_the_class_cannot_sign_in(plan, tmp_path, monkeypatch):
+    from jupyterhub.authenticators.shared import SharedPasswordAuthenticator
+    from traitlets.config import Config
+    plan()
+    monkeypatch.chdir(tmp_path / "class")
+    before, config = Config(), Config()
+    for one in (before, config):
+        runpy.run_path(str(hub.CONFIG), {"get_config": lambda one=one: one})
+    assert len(config.JupyterHub.cookie_secret) == 32 and config.JupyterHub.cookie_secret != before.JupyterHub.cookie_secret
+    door = SharedPasswordAuthenticator(config=config)
+    door.add_user(types.SimpleNamespace(name="left-last-year"))  # as JupyterHub does for all in its database
+    assert door.allowed_users == {"ada", "bob"} and config.JupyterHub.upgrade_db
 
 
 def test_the_refusal_is_one_line(tmp_path, capsys):
@@ -116,7 +158,7 @@ def test_tls_wants_the_proxy_of_node_which_is_taken_where_it_is(tmp_path, monkey
     monkeypatch.setenv("PATH", str(tmp_path / "node"))
     with pytest.raises(hub.HubError, match="needs its proxy: npm install -g configurable-http-proxy, or .* -m pip install"):
         hub._proxy(False)
-    for folder, first in (("py", "#!/usr/bin/python"), ("node", "#!/usr/bin/env node")):
+    for folder, first in (("py", "#!/home/node/bin/python"), ("node", "#!/usr/bin/env node")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / hub.PROXY).write_text(first + "\n")
         (tmp_path / folder / hub.PROXY).chmod(0o755)
@@ -144,11 +186,12 @@ def test_the_shares_of_all_learners_fit_on_a_gpu(learners_here, gpus, wanted):
     assert wanted == 1.0 or 2 * wanted * -(-learners_here // max(gpus, 1)) <= 0.9
 
 
-def test_a_share_that_is_too_small_is_said_beforehand(two_gpus):
+def test_what_learners_will_see_and_a_share_that_is_too_small_are_said_beforehand(two_gpus):
+    two_gpus.setattr(machine, "mode", lambda: machine.Mode(True, "a GPU"))
     assert hub.budget(8) == "8 learners on 2 GPUs: up to 9.0 GiB for each process."
     assert "up to 0.9 GiB for each process. The labs want 2: name fewer learners" in hub.budget(80)
-    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert hub.budget(8) == "No NVIDIA GPU: the labs show recordings."
+    two_gpus.setattr(machine, "mode", lambda: machine.Mode(False, "LABKIT_MODE=recorded is set", "Unset it."))
+    assert hub.budget(8) == "The labs run RECORDED: LABKIT_MODE=recorded is set. Unset it."
 
 
 def test_copies_of_labs_never_overwrite_what_a_learner_wrote(tmp_path):
@@ -181,6 +224,8 @@ def test_two_learners_sign_in_and_run_lab_10_at_once_each_in_a_place_of_their_ow
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "pynvml.py").write_text(NVML)
     names = ["learner-1", "learner-2", "absent-1", "absent-2"]
+    (tmp_path / "class/learners/learner-1").mkdir(parents=True)
+    (tmp_path / "class/learners/learner-1/json.py").write_text("raise SystemExit('a file of a learner')")
     with learners.served(tmp_path, names, paths=[tmp_path / "fake"]) as (address, process):
         password = (tmp_path / "class/password.txt").read_text().strip()
         assert not learners.Learner(address, "learner-1", "not the password").signed_in
@@ -204,6 +249,8 @@ def test_two_learners_sign_in_and_run_lab_10_at_once_each_in_a_place_of_their_ow
     homes = [tmp_path / "class/learners" / name for name in names[:2]]
     assert [Path(place["home"]) for place in places] == homes
     assert sorted(place["gpu"] for place in places) == ["GPU-one", "GPU-two"]
+    assert {Path(place["python"]).parent for place in places} == {Path(sys.executable).parent}
+    assert {place["pip"] for place in places} == {"1"}
     assert {place["share"] for place in places} == {"0.225"}  # four names on two GPUs, two processes for each
 
 
@@ -218,7 +265,7 @@ def closed(**properties):
 
 # What the chart's values.schema.yaml says of the values that we set, and what we want of them; helm checks the whole.
 VALUES = closed(
-    hub=closed(config=closed(JupyterHub=closed(authenticator_class={"const": "shared-password"}), Authenticator=closed(allowed_users=LIST))),
+    hub=closed(config=closed(JupyterHub=closed(authenticator_class={"const": "shared-password"}), Authenticator=closed(allowed_users=LIST, allow_existing_users={"const": False}))),
     proxy=closed(https=closed(enabled={"const": True}, hosts=LIST, letsencrypt=closed(contactEmail=TEXT))),
     singleuser=closed(image=closed(name=TEXT, tag=TEXT), defaultUrl=TEXT, lifecycleHooks=closed(postStart={"type": "object"}),
                       extraResource=closed(guarantees=GPU, limits=GPU), cpu=closed(guarantee=NUMBER, limit=NUMBER),

@@ -103,6 +103,18 @@ def test_a_notebook_that_is_none_is_left_out(labs):
     assert list(progress.exercises(labs)) == ["10_go_on"]
 
 
+def test_a_copy_of_a_lab_beside_it_counts_once(labs):
+    for name in ("00_begin-Copy1", "00_begin_old"):
+        (labs / f"{name}.ipynb").write_text((labs / "00_begin.ipynb").read_text())
+    assert progress.bars().splitlines()[-1].endswith("0 of 3 correct")
+
+
+def test_the_command_counts_the_labs_that_one_is_among(labs, capsys):
+    check.value("one", 1, 1)
+    assert cli.main(["progress"]) == 0
+    assert "1 of 3 correct" in capsys.readouterr().out
+
+
 def test_every_lab_here_has_exercises_and_no_two_share_a_name():
     labs = progress.exercises(build.NOTEBOOKS)
     names = [name for lab in labs.values() for name in lab]

@@ -29,6 +29,7 @@ def test_make_targets_exist():
     targets = set(re.findall(r"(?:^|`)(?:PYTHON=\S+ )?make (\w+)", README, re.M))
     named = re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split()
     assert {"lab", "test", "record"} <= targets <= set(named)
+    assert set(re.findall(r"^python -m labkit (\w+)", README, re.M)) <= set(named)
 
 
 def test_the_table_of_labs_agrees_with_the_labs():
