@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import os
+import threading
 
 import ipywidgets as widgets
 import pytest
@@ -99,13 +100,22 @@ def test_nothing_that_a_file_says_is_markup(tmp_path, own, put):
     assert not any(tag in html for tag in ("<script", "<b>", "<i>", "<u>", "<img")) and "&lt;script&gt;" in html
 
 
+async def until(what, seconds=3):
+    """Wait until something is so; it has to be within seconds."""
+    for _ in range(round(seconds / 0.02)):
+        if what():
+            return
+        await asyncio.sleep(0.02)
+    assert what()
+
+
 def test_a_watched_folder_is_drawn_within_seconds_and_stops(tmp_path, own, put):
     async def watched():
         task = asyncio.ensure_future(model.watch(every_s=0.01))
         await asyncio.sleep(0.05)
         put("a", "Made-up A")
-        await asyncio.sleep(0.5)
-        assert len(model.documents) == 2 and model.running
+        await until(lambda: len(model.documents) == 2)
+        assert model.running
         model.stop()
         await asyncio.wait_for(task, 1)
         put("b", "Made-up B")
@@ -114,14 +124,31 @@ def test_a_watched_folder_is_drawn_within_seconds_and_stops(tmp_path, own, put):
     asyncio.run(watched())
 
 
+def test_reading_many_files_holds_nothing_else_up(tmp_path, own, put, monkeypatch):
+    threads = set()
+
+    def read(path, real=results.read):
+        threads.add(threading.current_thread())
+        return real(path)
+
+    async def watched():
+        task = asyncio.ensure_future(model.watch(every_s=0.01))
+        await until(lambda: len(model.documents) == 2)
+        model.stop()
+        await task
+    model = BoardModel(tmp_path, own)
+    monkeypatch.setattr(results, "read", read)
+    put("a", "Made-up A")
+    asyncio.run(watched())
+    assert threads and threading.main_thread() not in threads
+
+
 def test_a_look_that_fails_is_said_and_the_next_one_comes(tmp_path, own, put, monkeypatch):
     async def watched():
         task = asyncio.ensure_future(model.watch(every_s=0.01))
-        await asyncio.sleep(0.05)
-        assert "This look at the folder failed: ZeroDivisionError" in model.status
+        await until(lambda: "This look at the folder failed: ZeroDivisionError" in model.status)
         monkeypatch.undo()
-        await asyncio.sleep(0.3)
-        assert len(model.documents) == 2 and "1 in" in model.status
+        await until(lambda: len(model.documents) == 2 and "1 in" in model.status)
         model.stop()
         await task
     model = BoardModel(tmp_path, own)

@@ -1,6 +1,7 @@
 """The board of a class: a folder that results are put into; side by side out, again whenever a file comes, changes or goes. No widgets."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import shlex
@@ -65,10 +66,18 @@ class BoardModel(HasTraits):
         self.running, self._task = True, (mine := object())
         while self._task is mine:
             try:
+                if (seen := self._look()) != self._seen:
+                    await asyncio.to_thread(self._read_ahead, seen)
                 self.poll()
             except Exception as error:  # a board on a wall must not die of one file
                 self._seen, self.status = ..., f"This look at the folder failed: {type(error).__name__}: {error}"
             await asyncio.sleep(every_s)
+
+    def _read_ahead(self, seen):
+        """Read files in a thread, so that poll() finds them read: many at once would hold up all else in the notebook."""
+        for name, size_and_time in seen.items():
+            with contextlib.suppress(Exception):  # poll() will say what is wrong with it
+                self._read(self.folder / name, size_and_time)
 
     def stop(self):
         """End the watching."""
