@@ -99,7 +99,7 @@ def test_repo2docker_accepts_binder():
 
 
 def test_binder_opens_the_first_lab(tmp_path):
-    """Binder runs binder/start with the command of its server."""
+    """Binder runs binder/start with the command of its server, which leaves room for three labs (see test_notebooks) in 1 GiB."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}", "--IdentityProvider.token=t"]
@@ -111,10 +111,13 @@ def test_binder_opens_the_first_lab(tmp_path):
                 with contextlib.suppress(urllib.error.URLError):  # it has yet to start
                     opened = urllib.request.urlopen(f"http://127.0.0.1:{port}/?token=t", timeout=20)
                     break
+            status = Path(f"/proc/{started.pid}/status")
+            peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
         finally:
             started.terminate()
     first = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))[0]
     assert opened.status == 200 and f"/lab/tree/notebooks/{first}" in opened.url
+    assert peak is None or int(peak[1]) < 124 * 1024, peak[0]
 
 
 def test_a_wheel_carries_every_room_recording_and_list(tmp_path):

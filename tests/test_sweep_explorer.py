@@ -363,7 +363,7 @@ def test_a_moved_control_is_answered_at_once():
     found = parts(sweep_view.view(model))
 
     def plain():
-        """Return how long matplotlib takes here and now for a plain picture, which takes 0.07 s on a core that nothing else slows."""
+        """Return how long matplotlib takes here and now for a plain picture of two lines."""
         start, figure = time.process_time(), Figure(figsize=(8, 4), dpi=110)
         for axes in figure.subplots(1, 2):
             axes.plot(range(9), range(9), marker="o", label="a line")
@@ -382,9 +382,9 @@ def test_a_moved_control_is_answered_at_once():
                 answer("width", 4096), answer("view", "timeline"), answer("batch", 16), answer("view", "speedup")]
     marks = [answer("batch", batch) for batch in (1, 2, 4, 8, 32)]  # over a curve that is drawn
     again = answer("batch", 8)  # drawn before
-    pace = max(1, min(before, plain()) / 0.07)
-    assert median(pictures) < 0.1 * pace and median(marks) < 0.03 * pace  # tests.bench_explorer has the figures
-    assert again < 0.03 * pace
+    most = max(0.1, min(before, plain()))  # where a plain picture takes longer than that, the machine is what is slow
+    assert median(pictures) < most and median(marks) < 0.3 * most  # tests.bench_explorer has the figures
+    assert again < 0.3 * most
 
 
 def test_a_batch_is_marked_on_the_picture_as_if_drawn_with_it():
