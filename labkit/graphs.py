@@ -237,11 +237,29 @@ def _side_stream(device):
     return torch.cuda.Stream(device)
 
 
+@cache
+def _kept(device):
+    """Return a memory pool that stays as long as this process."""
+    return torch.cuda.MemPool()
+
+
+def _keep_workspaces(device):
+    """Let cuBLAS's workspaces on this stream lie in memory that stays: a graph goes on writing there.
+
+    Torch lets go of them, for all graphs at once, when a graph of the same stream is freed (from 2.12), or when one is
+    recorded by torch.compile; what it lets go of in this pool is used by nothing else, and again by the next capture.
+    """
+    with torch.cuda.use_mem_pool(_kept(device)):
+        ones = torch.ones(16, 16, device=device)
+        torch.addmm(ones[0], ones, ones @ ones)  # by cuBLASLt, and by cuBLAS
+
+
 def _capture(call, device, pool, generators, warmup, inputs):
     """Warm up and capture `call` on the side stream; returns (graph, its static outputs, seconds that all this took)."""
     side, graph, first, result = _side_stream(device), torch.cuda.CUDAGraph(keep_graph=True), None, None
     with _undisturbed(device, generators), _side_by_side(side):
         began, versions = time.perf_counter(), [t._version for t in inputs]
+        _keep_workspaces(device)
         for _ in range(warmup):
             call()
         torch.cuda.synchronize()

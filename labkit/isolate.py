@@ -199,7 +199,7 @@ def _help(uuid):
         if not request:
             return
         with contextlib.suppress(OSError):  # what it started may be gone, and the folder too if the parent gave up
-            Path(os.fsdecode(request), "ended").write_text(str(status))
+            _tell(Path(os.fsdecode(request), "ended"), str(status))
             os.killpg(spare, signal.SIGKILL)
 
 
@@ -230,7 +230,7 @@ def _serve(folder):
     printed = os.open(folder / "printed", os.O_WRONLY | os.O_APPEND)
     for fd, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, printed), (2, printed)):
         os.dup2(to, fd)
-    (folder / "pid").write_text(str(os.getpid()))
+    _tell(folder / "pid", str(os.getpid()))
     _bound_memory()
     told = {"outputs": [], "error": None, "cause": None}
     try:
@@ -245,7 +245,13 @@ def _serve(folder):
                 told["cause"] = explain.first_cause(error)
     if len(json.dumps(told, default=str)) > MOST_PRINTED:
         told["outputs"] = [_display(f"(what it displayed is left out: over {MOST_PRINTED >> 20} MiB)")]
-    (folder / "result").write_text(json.dumps(told, default=str), "utf-8")
+    _tell(folder / "result", json.dumps(told, default=str))
+
+
+def _tell(file, text):
+    """Write to a file that is there: one that the parent has removed, when it gave up, does not come back."""
+    with file.open("r+", encoding="utf-8") as told:
+        told.write(text)
 
 
 def _bound_memory():
@@ -254,7 +260,7 @@ def _bound_memory():
         Path("/proc/self/oom_score_adj").write_text("1000")
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(MOST_MEMORY * free / total)
+        torch.cuda.set_per_process_memory_fraction(min(MOST_MEMORY * free / total, machine.share_of_memory()))
 
 
 def _execute(source, outputs):

@@ -8,18 +8,14 @@ import contextlib
 import gc
 import math
 import os
-import tempfile
 import time
-import warnings
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import filelock
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from labkit import machine
+from labkit import machine, turns
 
 METHOD = {
     "unit": "microseconds per call",
@@ -247,7 +243,7 @@ def spread(a, b=None, combine=np.divide):
 def _gpu_to_ourselves():
     """Hold this GPU's file lock and keep the garbage collector out, whatever happens inside."""
     collecting = gc.isenabled()
-    with _turn():
+    with turns.turn():
         try:
             others = machine.other_processes()
             for why in (*disturbances, *([f"other processes use this GPU: {', '.join(others)}"] if others else ())):
@@ -302,26 +298,3 @@ def _loop_ns():
     for _ in range(5000):
         pass
     return time.perf_counter_ns() - began
-
-
-@contextlib.contextmanager
-def _turn():
-    """Wait for this GPU's lock and hold it; where no lock file can be made, say so and go on without."""
-    folder = Path(tempfile.gettempdir(), "labkit-locks")  # not a folder with a sticky bit: every user may lock in it
-    try:
-        folder.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):
-            os.chmod(folder, 0o777)
-        lock = filelock.FileLock(folder / f"{machine.gpu_uuid()}.lock", mode=0o666)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            print("Waiting: another measurement is running on this GPU. Yours starts when it ends.")
-            lock.acquire()
-    except OSError as error:
-        warnings.warn(f"measuring without a lock, so others may measure on this GPU at once: {error}", stacklevel=6)
-        lock = contextlib.nullcontext()
-    try:
-        yield
-    finally:
-        getattr(lock, "release", lambda: None)()

@@ -378,6 +378,25 @@ def test_the_class_that_lab_20_builds_does_what_the_packaged_one_does(model, x):
     assert torch.equal(mine(new), packaged(new)) and torch.equal(mine(new), model(new))
 
 
+def test_workspaces_that_torch_lets_go_of_stay_where_graphs_write(x):
+    from labkit import contents, graphs
+    weight, bias, x = torch.randn(16384, 64, device="cuda").half(), torch.zeros(64, device="cuda").half(), torch.randn(4, 16384, device="cuda").half()
+    def step(x):
+        return torch.addmm(bias, x, weight)  # in parts over the long side, which meet in a workspace
+    graph, kept = capture(step, x), graphs._kept(x.device).id
+    assert "splitKreduce_kernel" in graph.kernel_names
+    expected, before = graph(x), contents.pool_bytes(kept)
+    assert before >= 2**20
+    torch._C._cuda_clearCublasWorkspaces()  # as torch.compile does before it records a graph, and torch 2.12 when one is freed
+    with torch.cuda.stream(graphs._side_stream(x.device)):  # whose memory that was
+        others = [torch.full((2**18,), 7.0, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    assert torch.equal(graph(x), expected) and all((other == 7).all() for other in others)
+    assert contents.pool_bytes(kept) == before
+    second = capture(step, x)
+    assert torch.equal(second(x), expected) and contents.pool_bytes(kept) == before
+
+
 def test_a_failed_capture_spares_generators_and_earlier_graphs(x):
     from labkit.graphs import CaptureError
     own = torch.Generator("cuda").manual_seed(4)
