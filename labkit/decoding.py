@@ -96,6 +96,11 @@ class StaticStep:
             tensor.zero_()
         self.valid.fill_(True)
 
+    def hold(self, place):
+        """Go to a place of the cache, whatever it holds there: each call after it does the same work."""
+        for counter in (self.lengths, self.slot, self.position):
+            counter.fill_(place)
+
     def prefill(self, ids, mask, pick):
         """Run prompts, (batch, length), through the model, mask False at padding; pick a token and return its logits."""
         self.rewind()

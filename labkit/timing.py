@@ -162,6 +162,22 @@ def compare(candidates, *, budget_s=5.0, target=0.02, without_gpu=()):
                        for name, samples in zip(probes, clocks, strict=True)})
 
 
+def stopwatch():
+    """Return a function that says how many microseconds ago it was made; the GPU had nothing to do then."""
+    torch.cuda.synchronize()
+    began = time.perf_counter_ns()
+    return lambda: (time.perf_counter_ns() - began) / 1e3
+
+
+def one_loop_us(fn, calls):
+    """Time one loop of calls, once, with no warm-up, turns or interval, as most benchmarks do: µs a call. For comparison only."""
+    elapsed = stopwatch()
+    for _ in range(calls):
+        fn()
+    torch.cuda.synchronize()
+    return elapsed() / calls
+
+
 class _Probe:
     """One candidate, warmed up, with the number of calls that each sample of it takes."""
 
