@@ -2,13 +2,17 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 import re
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import StaticCache, cache_utils
 from transformers.cache_utils import StaticLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 WHOLE = {"StaticSlidingWindowLayer": "StaticLayer",
          "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer"}
@@ -39,6 +43,55 @@ class MadeBefore(TorchFunctionMode):
         if key not in self.made:
             self.made[key] = function(*args, **kwargs)
         return self.made[key]
+
+
+@contextlib.contextmanager
+def keys_read_once():
+    """Within it, attention (sdpa, one token a sequence) reads keys and values once for all the heads that share them.
+
+    With a mask, and a static cache needs one, transformers copies them for each head first, in 5.17 always, later under
+    torch.compile (its sdpa_attention.py, use_gqa_in_sdpa): most kernels cannot do without. cuDNN's can, so it is tried.
+    """
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attention(module, query, key, value, attention_mask, *args, scaling=None, position_bias=None, **kwargs):
+        shared = query.shape[1] > key.shape[1] and query.shape[2] == 1 and key.shape == value.shape
+        if not shared or position_bias is not None or attention_mask is None or attention_mask.shape[1] > 1 or not _takes_shared(
+                query.dtype, query.device, *key.shape[2:]):
+            more = {} if position_bias is None else {"position_bias": position_bias}
+            return usual(module, query, key, value, attention_mask, *args, scaling=scaling, **more, **kwargs)
+        with _taking_shared(query.device):
+            out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
+
+
+def _taking_shared(device):
+    """Return a context in which attention takes heads that share keys as they are: on a GPU, by cuDNN's kernel."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result
+def _takes_shared(dtype, device, places, width):
+    """Return whether this device has such a kernel for so many places, each `width` numbers wide; it is tried once."""
+    return _tried_shared(dtype, device, places, width)
+
+
+@functools.lru_cache(maxsize=None)
+def _tried_shared(dtype, device, places, width):
+    query, key = (torch.zeros(1, heads, length, width, dtype=dtype, device=device) for heads, length in ((2, 1), (1, places)))
+    mask = torch.ones(1, 1, 1, places, dtype=torch.bool, device=device)
+    try:
+        with _taking_shared(device):
+            scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True)
+    except RuntimeError:  # not half precision, an older GPU, a width that it does not take
+        return False
+    return True
 
 
 class StaticStep:
@@ -137,18 +190,24 @@ class StaticStep:
         """Return the logits of the last place, (batch, vocabulary)."""
         if inputs["input_ids"].shape[1] > 1:
             logits = self.model(**inputs).logits
-        elif self.experts is None:
-            logits = self.one_token(**inputs).logits
         else:
-            before = self.model.config._experts_implementation
-            self.model.set_experts_implementation(self.experts)
-            try:
+            with keys_read_once(), self._experts_chosen():
                 logits = self.one_token(**inputs).logits
-            finally:
-                self.model.set_experts_implementation(before)
         if logits.ndim != 3 or logits.shape[0] != len(self.token):
             raise ValueError(f"its logits have the shape {tuple(logits.shape)}, not (batch, tokens, vocabulary)")
         return logits[:, -1].float()
+
+    @contextlib.contextmanager
+    def _experts_chosen(self):
+        """Have a mixture of experts multiply as asked for within it."""
+        before = self.experts and self.model.config._experts_implementation
+        if self.experts:
+            self.model.set_experts_implementation(self.experts)
+        try:
+            yield
+        finally:
+            if self.experts:
+                self.model.set_experts_implementation(before)
 
     def _pick(self, logits, pick):  # (batch, vocabulary) -> (batch,)
         """Pick a token for each sequence: "greedy", "sampled", or "filtered" by top_k and top_p before."""

@@ -53,7 +53,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(decoding_steps, "_no_autocast", lambda: torch.autocast("cpu", enabled=False, cache_enabled=False))
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     monkeypatch.setattr(trace, "record_each", lambda calls, **_: {
-        name: types.SimpleNamespace(kernels=[types.SimpleNamespace(gpu_us=2.0)] * (call() is not None)) for name, call in calls.items()})
+        name: types.SimpleNamespace(kernels=[types.SimpleNamespace(name="a kernel", gpu_us=2.0)] * (call() is not None)) for name, call in calls.items()})
     monkeypatch.setattr(decoding_steps, "in_child", lambda fn, params=None, timeout_s=0: json.loads(json.dumps(fn(**params or {}))))
     monkeypatch.setattr(decoding_steps, "SPAN", {"GPT-2": (128, 200), "Llama 8B": (128,)})
     monkeypatch.setattr(decoding_steps, "LADDER_BATCHES", (1, 32))
@@ -64,13 +64,16 @@ def test_the_ladder_has_every_rung_and_its_share_of_the_floor(gpu):
     rows = [row for name in ("ladder_gpt2", "ladder_llama_8b") for row in registry.EXPERIMENTS[name].measure()]
     points = {(row["model"], row["batch"], row["context"]): [r["rung"] for r in rows if all(r[k] == row[k] for k in ("model", "batch", "context"))]
               for row in rows}
-    assert points == {(name, batch, context): list(decoding_steps.RUNGS if context == 128 else decoding_steps.RUNGS[:3])
+    compiled = {decoding_steps.COMPILED, decoding_steps.BOTH}
+    assert points == {(name, batch, context): [rung for rung in decoding_steps.RUNGS if (context == 128 or rung not in compiled)
+                                               and (name == "Llama 8B" or rung != decoding_steps.READ_ONCE)]  # GPT-2's heads share no keys
                       for name, context in (("GPT-2", 128), ("GPT-2", 200), ("Llama 8B", 128)) for batch in (1, 32)}
     assert all(names[-1] == "read" for names in gpu)  # the floor is measured in the same rounds
     for row in rows:
-        captured = row["rung"] in ("captured", "compiled and captured")
+        captured = row["rung"].endswith("captured") or row["rung"] == decoding_steps.READ_ONCE
         assert row["share"] == pytest.approx(row["floor_us"] / row["wall_us"], rel=0.01) and row["share_low"] < row["share"] < row["share_high"]
         assert [row[key] for key in ("nodes", "capture_s", "pool_mib", "kernels_us")] == ([3, 0.5, 1.0, 2.0] if captured else [None] * 4)
+        assert row["longest"] == ([["a kernel", 1, 2.0]] if captured else [])
     assert "NaN" not in json.dumps(rows)
 
 

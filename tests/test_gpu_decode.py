@@ -118,3 +118,12 @@ def test_a_step_that_cannot_be_captured_is_refused_with_the_line_and_the_reason(
         "original_max_position_embeddings": 64, "factor": 2.0})  # it looks, at each step, how long the text is by now
     with pytest.raises(decode.DecoderRefused, match=r"(?s)the capture failed: .*the CPU waits for the GPU.*\.py, line \d+"):
         decode.GraphedDecoder(model, 32, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("places", [32, 77])  # whatever the cache's length
+def test_heads_that_share_keys_read_them_once(compiled, places):
+    model = architectures.tiny_model("llama", "cuda", torch.bfloat16, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
+    decoder = decode.GraphedDecoder(model, places, 3, compiled=compiled)
+    assert sum("sdpa" in name for name in decoder.graphs["greedy"].kernel_names) == model.config.num_hidden_layers
+    assert decoder.padding_refused is None

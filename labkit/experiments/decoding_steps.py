@@ -1,11 +1,14 @@
 """Decoding with language models: what a pass costs, the ladder down to the memory limit, which architectures replay. Times in µs."""
 
+import re
+
 from labkit.experiments.registry import EXPERIMENTS, as_pair, cells, experiment, in_child, walls
 
 LANGUAGE = {"GPT-2": ("gpt2", 12, 768, "float16"), "Llama 1B": ("llama", 16, 2048, "bfloat16"), "Llama 8B": ("llama", 32, 4096, "bfloat16")}
 SPAN = {"GPT-2": (128, 1024), "Llama 1B": (128, 1024, 8192), "Llama 8B": (128, 1024, 8192)}  # tokens of context
 LADDER_BATCHES, COMPILED_AT = (1, 4, 16, 32), ((1, 128), (32, 128))  # a compilation takes a minute
-RUNGS = ("eager, growing cache", "eager, static cache", "captured", "compiled", "compiled and captured")
+RUNGS = GROWING, STATIC, CAPTURED, READ_ONCE, COMPILED, BOTH = (
+    "eager, growing cache", "eager, static cache", "captured", "captured, keys read once", "compiled", "compiled and captured")
 WRITTEN, PROMPT = 32, 32  # tokens
 QUESTION = "Explain in three short sentences why the sky is blue."
 
@@ -107,8 +110,8 @@ def _ladder(name):
     torch.cuda.empty_cache()
     done = [point for point in points if any((row["batch"], row["context"]) == point for row in rows)]
     worked = in_child(_ladder_kernels, {"name": name, "points": done}, 500)
-    us = {(*point, rung): took for point, each in zip(done, worked, strict=True) for rung, took in each.items()}
-    return [row | {"kernels_us": us.get((row["batch"], row["context"], row["rung"]))} for row in rows]
+    found = {(*point, rung): kernels for point, each in zip(done, worked, strict=True) for rung, kernels in each.items()}
+    return [row | found.get((row["batch"], row["context"], row["rung"]), {"kernels_us": None, "longest": []}) for row in rows]
 
 
 def _no_autocast():
@@ -126,12 +129,12 @@ def _rungs(model, batch, context, big):
     from labkit.experiments.sweeps import _work
 
     step, calls, made = _captured_rungs(model, batch, context)
-    calls = {RUNGS[0]: decode.GrowingStep(model, batch, context), RUNGS[1]: step, **calls}
+    calls = {GROWING: decode.GrowingStep(model, batch, context), STATIC: step, **calls}
     calls, ids = {rung: calls[rung] for rung in RUNGS if rung in calls}, _ids(model, batch, 1)
     with torch.inference_mode():
         both = timing.compare({**{name: (lambda call=call: call(ids)) for name, call in calls.items()}, "read": big.sum},
-                              budget_s=6 if RUNGS[3] in calls else 2, target=0,
-                              without_gpu={RUNGS[0], RUNGS[1], RUNGS[3]})
+                              budget_s=6 if COMPILED in calls else 2, target=0,
+                              without_gpu={GROWING, STATIC, COMPILED})
     work = _work(step, ids, context)
     rows = []
     for rung in calls:
@@ -153,22 +156,37 @@ def _captured_rungs(model, batch, context):
     from labkit import decode, graphs
 
     step, ids = decode.decode_step(model, batch, context)
-    made, calls = {RUNGS[2]: graphs.GraphedCallable(step, ids)}, {}
+    made, calls = {CAPTURED: graphs.GraphedCallable(step, ids)}, {}
+    if getattr(model.config, "num_key_value_heads", None) not in (None, model.config.num_attention_heads):
+        made[READ_ONCE] = graphs.GraphedCallable(_reading_once(step), ids)
     if (batch, context) in COMPILED_AT:
         torch.compiler.reset()
         compiled = _compiled(step)
         try:
             with torch.inference_mode():
                 compiled(ids)
-            calls[RUNGS[3]], made[RUNGS[4]] = compiled, graphs.GraphedCallable(compiled, ids)
+            calls[COMPILED], made[BOTH] = compiled, graphs.GraphedCallable(compiled, ids)
         except Exception as error:  # whatever a compiler may raise
-            print(f"Left out: {RUNGS[3]}: {str(error).partition(chr(10))[0]}")
+            print(f"Left out: {COMPILED}: {str(error).partition(chr(10))[0]}")
     return step, {**made, **calls}, made
+
+
+def _reading_once(step):
+    """Return a decode step whose attention reads the keys and values that heads share once."""
+    from labkit import decoding
+
+    def reading_once(ids):
+        with decoding.keys_read_once():
+            return step(ids)
+
+    return reading_once
 
 
 def _compiled(step):
     """Return a decode step with kernels by torch.compile; rewound outside of it, else each layer gets kernels of its own."""
     import torch
+
+    from labkit import decoding
 
     def one_token(ids):
         result = step.model(input_ids=ids, position_ids=step.position, use_cache=True, **{step.keyword: step.cache})
@@ -178,13 +196,14 @@ def _compiled(step):
 
     def compiled_step(ids):
         step.lengths.fill_(step.context - 1)
-        return run(ids)
+        with decoding.keys_read_once():
+            return run(ids)
 
     return compiled_step
 
 
 def _ladder_kernels(name, points):
-    """Return how long the kernels of each captured rung work together, by a profile: {rung: µs} for each point."""
+    """Return {rung: what its kernels are} for each point, of its captured rungs."""
     import torch
 
     from labkit import trace
@@ -196,9 +215,18 @@ def _ladder_kernels(name, points):
         ids = _ids(model, batch, 1)
         with torch.inference_mode():
             traced = trace.record_each({rung: (lambda graph=graph: graph(ids)) for rung, graph in made.items()}, calls_before=2)
-        found.append({rung: sum(kernel.gpu_us for kernel in traced[rung].kernels) for rung in made})
+        found.append({rung: _kernels(traced[rung]) for rung in made})
         del made
     return found
+
+
+def _kernels(traced, most=8):
+    """Return how long the kernels of a step work together, and those that take longest in all: [name, how many, us]."""
+    took = {}
+    for kernel in traced.kernels:
+        took.setdefault(re.sub(r"_\d+$", "", kernel.name), []).append(kernel.gpu_us)
+    longest = sorted(((name, len(us), sum(us)) for name, us in took.items()), key=lambda row: -row[2])
+    return {"kernels_us": sum(map(sum, took.values())), "longest": longest[:most]}
 
 
 @experiment
