@@ -7,6 +7,7 @@ import inspect
 import re
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -92,6 +93,55 @@ def _tried_shared(dtype, device, places, width):
     except RuntimeError:  # not half precision, an older GPU, a width that it does not take
         return False
     return True
+
+
+class JoinedProjections:
+    """A context in which linear layers that multiply the same input do so in one product: q, k and v, and gate and up.
+
+    model: its weights stay where they count and what they are, but those of such layers become parts of one tensor. Raises
+    ValueError for a model without such layers. Attributes: joined (how many products there are in place of more).
+    """
+
+    TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+    def __init__(self, model):
+        self.on = False
+        groups = [[getattr(module, name, None) for name in names] for module in model.modules() for names in self.TOGETHER]
+        self.joined = [_Joined(layers, self) for layers in groups if all(type(layer) is nn.Linear and layer.bias is None for layer in layers)]
+        if not self.joined:
+            raise ValueError(f"{type(model).__name__} has no projections to join: they are named otherwise, have a bias, or are joined already")
+
+    def __enter__(self):
+        self.on = True
+
+    def __exit__(self, *_):
+        self.on = False
+
+
+class _Joined:
+    """The one weight of linear layers, whose own become parts of it, in place; and what it last gave, while that is needed."""
+
+    @torch.no_grad()
+    def __init__(self, layers, switch):
+        self.weight, self.given = torch.cat([layer.weight for layer in layers]), None
+        self.sizes = [layer.out_features for layer in layers]
+        for i, (layer, weight) in enumerate(zip(layers, self.weight.split(self.sizes))):
+            layer.weight.data = weight
+            layer.__class__, layer.part, layer.joined, layer.switch = _Part, i, self, switch
+
+
+class _Part(nn.Linear):
+    """One of several linear layers whose first, with the switch on, multiplies for all."""
+
+    def forward(self, x):
+        if not self.switch.on:
+            return super().forward(x)
+        if self.part == 0:
+            self.joined.given = nn.functional.linear(x, self.joined.weight).split(self.joined.sizes, -1)
+        mine = self.joined.given[self.part]
+        if self.part == len(self.joined.sizes) - 1:
+            self.joined.given = None
+        return mine
 
 
 class StaticStep:

@@ -106,7 +106,7 @@ def test_a_compiled_step_can_be_watched_and_is_compiled_once(monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend="eager", dynamic=False))
     step = decode.DecodeStep(architectures.tiny_model("llama"), batch=2, context=9)
-    ids, call = torch.ones(2, 1, dtype=torch.long), decoding_steps._compiled(step)
+    ids, call = torch.ones(2, 1, dtype=torch.long), decoding_steps._compiled(step, decoding_steps._joined(step.model))
     torch.compiler.reset(), counters.clear()
     with torch.inference_mode(), torch.autocast("cpu", enabled=False, cache_enabled=False):
         assert torch.equal(call(ids), step(ids))
@@ -178,6 +178,26 @@ def test_an_architecture_that_is_refused_or_crashes_says_why_in_its_row(gpu, mon
     monkeypatch.setattr(decoding_steps, "in_child", in_child)
     row = decoding_steps._tried("reformer")
     assert row["decodes"] is False and "is not decoded" in row["why_not"] and "SIGSEGV" in row["cause"] and row["captures"] is None
+
+
+def test_by_hand_has_a_process_of_its_own_only_where_a_capture_may_have_failed(gpu, monkeypatch):
+    asked, fails = [], set()
+
+    def in_child(fn, params, timeout_s):
+        asked.append(fn.__name__)
+        if fn.__name__ in fails:
+            raise RuntimeError(f"{fn.__name__} failed in its own process: SIGSEGV")
+        return fn(**params, device="cpu")
+
+    monkeypatch.setattr(decoding_steps, "in_child", in_child)
+    whole = decoding_steps._tried("llama")
+    assert asked == ["_by_both"] and whole["decodes"] and whole["static_equals"] and not whole["why_not"] + whole["cause"]
+    asked.clear()
+    decoding_steps._tried("reformer")
+    assert asked == ["_by_both", "_by_hand"]
+    asked.clear(), fails.update({"_by_both", "_by_hand"})
+    row = decoding_steps._tried("llama")
+    assert asked == ["_by_both", "_by_decoder", "_by_hand"] and row["decodes"] and not row["why_not"] and "SIGSEGV" in row["cause"]
 
 
 def test_the_table_has_each_architecture_once_and_speeds_those_that_decode(gpu, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Decoding with language models: what a pass costs, the ladder down to the memory limit, which architectures replay. Times in µs."""
 
+import contextlib
 import re
 
 from labkit.experiments.registry import EXPERIMENTS, as_pair, cells, experiment, in_child, walls
@@ -98,12 +99,13 @@ def _ladder(name):
     from labkit import models
 
     model, rows = _language(name), []
+    joined = _joined(model)
     big = torch.ones(min(2**31, torch.cuda.mem_get_info()[0] // 8), device="cuda", dtype=torch.float16)
     points = [(batch, context) for context in SPAN[name] for batch in LADDER_BATCHES]
     with _no_autocast():
         for batch, context in tqdm(points, desc=name, unit="point", leave=False):
             try:
-                rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, batch, context, big)]
+                rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, joined, batch, context, big)]
             except (models.TooLarge, torch.OutOfMemoryError) as error:
                 print(f"Left out: batch {batch}, context {context:,}: {str(error).partition('. ')[0]}")
     del model, big
@@ -121,14 +123,14 @@ def _no_autocast():
     return torch.autocast("cuda", enabled=False, cache_enabled=False)
 
 
-def _rungs(model, batch, context, big):
+def _rungs(model, joined, batch, context, big):
     """Return a row for each rung of one step, all timed in the same rounds, and for the floor's reading."""
     import torch
 
     from labkit import decode, timing
     from labkit.experiments.sweeps import _work
 
-    step, calls, made = _captured_rungs(model, batch, context)
+    step, calls, made = _captured_rungs(model, joined, batch, context)
     calls = {GROWING: decode.GrowingStep(model, batch, context), STATIC: step, **calls}
     calls, ids = {rung: calls[rung] for rung in RUNGS if rung in calls}, _ids(model, batch, 1)
     with torch.inference_mode():
@@ -149,7 +151,7 @@ def _rungs(model, batch, context, big):
     return rows
 
 
-def _captured_rungs(model, batch, context):
+def _captured_rungs(model, joined, batch, context):
     """Return a decode step, what runs it as a graph, and compiled where that is asked for: {rung: callable}, {rung: graph}."""
     import torch
 
@@ -161,7 +163,7 @@ def _captured_rungs(model, batch, context):
         made[READ_ONCE] = graphs.GraphedCallable(_reading_once(step), ids)
     if (batch, context) in COMPILED_AT:
         torch.compiler.reset()
-        compiled = _compiled(step)
+        compiled = _compiled(step, joined)
         try:
             with torch.inference_mode():
                 compiled(ids)
@@ -169,6 +171,16 @@ def _captured_rungs(model, batch, context):
         except Exception as error:  # whatever a compiler may raise
             print(f"Left out: {COMPILED}: {str(error).partition(chr(10))[0]}")
     return step, {**made, **calls}, made
+
+
+def _joined(model):
+    """Return a context in which projections of the same input are one product; one that does nothing where they are already."""
+    from labkit import decoding
+
+    try:
+        return decoding.JoinedProjections(model)
+    except ValueError:
+        return contextlib.nullcontext()
 
 
 def _reading_once(step):
@@ -182,8 +194,11 @@ def _reading_once(step):
     return reading_once
 
 
-def _compiled(step):
-    """Return a decode step with kernels by torch.compile; rewound outside of it, else each layer gets kernels of its own."""
+def _compiled(step, joined):
+    """Return a decode step with kernels by torch.compile, one product for all that multiply the same input.
+
+    It is rewound outside of what is compiled, else each layer would get kernels of its own.
+    """
     import torch
 
     from labkit import decoding
@@ -196,7 +211,7 @@ def _compiled(step):
 
     def compiled_step(ids):
         step.lengths.fill_(step.context - 1)
-        with decoding.keys_read_once():
+        with decoding.keys_read_once(), joined:
             return run(ids)
 
     return compiled_step
@@ -209,9 +224,10 @@ def _ladder_kernels(name, points):
     from labkit import trace
 
     model, found = _language(name), []
+    joined = _joined(model)
     for batch, context in points:
         with _no_autocast():
-            _, _, made = _captured_rungs(model, batch, context)
+            _, _, made = _captured_rungs(model, joined, batch, context)
         ids = _ids(model, batch, 1)
         with torch.inference_mode():
             traced = trace.record_each({rung: (lambda graph=graph: graph(ids)) for rung, graph in made.items()}, calls_before=2)
@@ -362,15 +378,30 @@ def architecture_table():
 
 
 def _tried(name):
-    """Return the row of one architecture: what came of it by hand and by GraphedDecoder, each in its own process."""
+    """Return the row of one architecture: what came of it by GraphedDecoder and by hand, in a process of its own.
+
+    In two, where in one of the two a capture may have failed, or more: no process is the same after that.
+    """
     row = {"architecture": name, "static_equals": None, "captures": None, "captured_equals": None, "cause": "", "decodes": False,
            "decoder_equals": None, "masks": None, "experts": None, "padding": None, "nodes": None, "why_not": ""}
-    for part, note in ((_by_hand, "cause"), (_by_decoder, "why_not")):
+    parts = {"why_not": _by_decoder, "cause": _by_hand}
+    try:
+        row |= in_child(_by_both, {"name": name}, 180)
+        del parts["why_not"]
+    except RuntimeError:
+        pass  # tried again below, one by one
+    for note, part in parts.items() if row["static_equals"] is None else ():
         try:
             row |= in_child(part, {"name": name}, 180)
         except RuntimeError as error:
             row[note] = str(error).splitlines()[-1]
     return row
+
+
+def _by_both(name, device="cuda"):
+    """Decode with GraphedDecoder and, if its first way of capturing was right, by hand."""
+    found = _by_decoder(name, device)
+    return found | (_by_hand(name, device) if found.get("masks") == "static" and not found["experts"] else {})
 
 
 class _HandStep:
