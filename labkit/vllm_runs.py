@@ -6,6 +6,7 @@ to a file, of which a failure shows the end. Nothing is left running.
 
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -16,8 +17,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
+
+from labkit import machine
 
 CONFIGURATIONS = {  # what is handed to vllm.LLM
     "default": {},
@@ -35,12 +38,14 @@ SHAPE = {  # the shape of Llama 3.2 1B, as a config.json; its weights are dummie
     "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True}
 VLLM_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPT_TOKENS, SHORT_TEXT, LONG_TEXT = 32, 16, 80  # tokens: the step is what the longer text takes more, for each token more
+SHORT_PROMPT, LONG_PROMPT = 24, 1000  # tokens of a prefill that the captured sizes hold, and of one that is larger than all of them
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
                "TOKENIZERS_PARALLELISM": "false"}
 LOGGED = {  # the numbers that are read off vLLM's log
     "captured_in_s": r"Graph capturing finished in ([\d.]+) secs", "graphs_gib": r"secs, took (-?[\d.]+) GiB",
     "weights_gib": r"Model loading took ([\d.]+) GiB", "engine_s": r"init engine \(.*?\) took ([\d.]+) s",
     "compiled_in_s": r"torch\.compile took ([\d.]+) s in total"}
+FOR_EACH_SIZE, STARTED = "CUDAGraph captured for batch size", "labkit: vLLM has started"  # the article's line; and ours
 GRAPH_USE = re.compile(r"\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*(\w+)\s*\|\s*(\d+)\s*\|")  # of the table of graph metrics
 SHOWN = 15  # last lines of the log in an error
 
@@ -70,7 +75,8 @@ def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=
             given.pop("skip_tokenizer_init")
         log, told = folder / "log", folder / "told"
         told.touch()
-        ended = _vllm_child({"options": given, "batches": list(batches), "told": str(told)}, log, told, timeout_s, progress)
+        asked = {"options": given, "batches": list(batches), "told": str(told), "uuid": machine.gpu_uuid()}
+        ended = _vllm_child(asked, log, told, timeout_s, progress)
         text = log.read_text("utf-8", "replace")
         if ended:
             last = "\n  ".join(line[:300] for line in text.strip().splitlines()[-SHOWN:])
@@ -113,7 +119,8 @@ def read_log(text):
     """Return what vLLM's log says, as a dict: numbers (None where no line has them), the lines, and the table of graph use.
 
     graph_use: {mode: steps}; padding_share: of all tokens that were run, those that were padding. lines: those of the log
-    that the numbers stand in.
+    that the numbers stand in. lines_for_sizes: how many tell of the capture of one size; captured_at_start: whether the
+    capture ended before the first request (None where no line tells of one).
     """
     found, lines = {}, []
     for name, pattern in LOGGED.items():
@@ -122,6 +129,9 @@ def read_log(text):
         if match:
             start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
             lines.append(text[start:end if end >= 0 else None].strip()[:300])
+    found |= {"lines_for_sizes": text.count(FOR_EACH_SIZE), "captured_at_start": None}
+    if found["captured_in_s"] is not None:
+        found["captured_at_start"] = bool(re.search(LOGGED["captured_in_s"], text.partition(STARTED)[0]))
     use, real, run = {}, 0, 0
     for unpadded, padded, _, mode, count in GRAPH_USE.findall(text):
         use[mode] = use.get(mode, 0) + int(count)
@@ -131,15 +141,24 @@ def read_log(text):
 
 def flags(*words):
     """Return what vLLM's own parser of `vllm serve` makes of some words: {"enforce_eager": ..., "model": ...} or {"error": ...}."""
+    return flags_of([words])[0]
+
+
+def flags_of(lines):
+    """Return the same for several lists of words, from one child process: loading the parser takes most of the time."""
     if not installed():
         raise ModuleNotFoundError("vLLM is not installed: pip install 'labkit[vllm]'", name="vllm")
-    code = f"from labkit import vllm_runs; vllm_runs._parse_flags({list(words)!r})"
+    code = f"from labkit import vllm_runs; vllm_runs._parse_flags({[list(words) for words in lines]!r})"
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"labkit"')]
     if answers:
         return json.loads(answers[-1])["labkit"]
-    return {"error": next((line for line in reversed(done.stderr.strip().splitlines()) if line.strip()), "nothing was said")[:300]}
+    return [{"error": _last_line(done.stderr)}] * len(lines)
+
+
+def _last_line(text):
+    return next((line for line in reversed(text.strip().splitlines()) if line.strip()), "nothing was said")[:300]
 
 
 def look(url, timeout_s=10):
@@ -170,16 +189,24 @@ def _fetched(url, timeout_s):
 
 # ---- in the child
 
-def _parse_flags(words):
+def _parse_flags(lines):
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-    given = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(words)
-    print(json.dumps({"labkit": {"enforce_eager": given.enforce_eager, "model": given.model_tag or given.model}}))
+    found = []
+    for words in lines:
+        said = io.StringIO()
+        try:
+            with redirect_stderr(said):
+                given = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(words)
+            found.append({"enforce_eager": given.enforce_eager, "model": given.model_tag or given.model})
+        except SystemExit:  # how a parser refuses
+            found.append({"error": _last_line(said.getvalue())})
+    print(json.dumps({"labkit": found}))
 
 
-def _in_vllm(options, batches, told):
+def _in_vllm(options, batches, told, uuid=None):
     """Start vLLM, then time texts of two lengths at each batch size, by labkit's clock; tell what is found line by line."""
-    began = time.perf_counter()
+    began, before = time.perf_counter(), machine.used_bytes(uuid) if uuid else 0
     import vllm
 
     def tell(**found):
@@ -187,13 +214,17 @@ def _in_vllm(options, batches, told):
             file.write(json.dumps(found) + "\n")
 
     llm = vllm.LLM(**options)
+    took = time.perf_counter() - began
+    print(STARTED, flush=True)
     import torch
 
     from labkit import timing
 
     config = llm.llm_engine.vllm_config.compilation_config
-    tell(vllm=vllm.__version__, start_s=time.perf_counter() - began, captured_sizes=list(config.cudagraph_capture_sizes or ()),
-         cudagraph_mode=str(config.cudagraph_mode).rpartition(".")[2], reserved_gib=torch.cuda.memory_reserved() / 2**30)
+    tell(vllm=vllm.__version__, start_s=took, captured_sizes=list(config.cudagraph_capture_sizes or ()),
+         cudagraph_mode=str(config.cudagraph_mode).rpartition(".")[2], compiles=bool(config.mode),
+         reserved_gib=torch.cuda.memory_reserved() / 2**30, **_memory_taken(uuid, before, options["gpu_memory_utilization"]),
+         metrics=sorted({metric.name for metric in llm.get_metrics()}), replays=_count_replays(llm))
     for batch in batches:
         if batch > options["max_num_seqs"]:
             continue
@@ -207,11 +238,39 @@ def _in_vllm(options, batches, told):
     llm.llm_engine.do_log_stats()
 
 
-def _write_texts(llm, batch, tokens):
+def _memory_taken(uuid, before, share):
+    """Return how much GPU memory came into use since `before` (bytes), and the share that vLLM was given, in GiB; None without NVML."""
+    if not uuid or not (now := machine.used_bytes(uuid)):
+        return {"taken_gib": None, "budget_gib": None}
+    import torch
+    return {"taken_gib": (now - before) / 2**30, "budget_gib": share * torch.cuda.mem_get_info()[1] / 2**30}
+
+
+def _count_replays(llm):
+    """Return how many graphs are replayed by a prefill of few tokens, one of many, and one step of decoding: torch's replays, counted."""
+    import torch
+
+    graph, counted = torch.cuda.CUDAGraph, []
+    replay = graph.replay
+
+    def counts(prompt_tokens, tokens):
+        counted.clear()
+        _write_texts(llm, 1, tokens, prompt_tokens)
+        return len(counted)
+
+    graph.replay = lambda self: (counted.append(1), replay(self))[1]
+    try:
+        short = counts(SHORT_PROMPT, 1)
+        return {"prefill": short, "long prefill": counts(LONG_PROMPT, 1), "decode step": (counts(SHORT_PROMPT, 9) - short) / 8}
+    finally:
+        graph.replay = replay
+
+
+def _write_texts(llm, batch, tokens, prompt_tokens=PROMPT_TOKENS):
     """Let vLLM write so many tokens after `batch` prompts, each another one, so that no prefix is found again."""
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [number // 1000 % 1000 + 3, number % 1000 + 3, *range(3, PROMPT_TOKENS + 1)]}
+    prompts = [{"prompt_token_ids": [number // 1000 % 1000 + 3, number % 1000 + 3, *range(3, prompt_tokens + 1)]}
                for number in itertools.islice(_prompts_so_far, batch)]
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
 

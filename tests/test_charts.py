@@ -264,3 +264,7 @@ def test_a_figure_used_again_shows_nothing_of_the_chart_before():
     first = charts.sweep(CURVE, at=4).png
     charts.sweep(MLP[:10], title="another"), charts.timeline(step())
     assert charts.sweep(CURVE, at=4).png == first
+
+
+def test_many_mebibytes_are_written_out():
+    assert [canvas.say(mib * 2**20, "pool_bytes") for mib in (9.876, 999, 1133)] == ["9.88 MiB", "999 MiB", "1,133 MiB"]

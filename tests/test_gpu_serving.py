@@ -55,6 +55,20 @@ def test_what_stands_in_padding_rows_reaches_no_request():
     assert tokens == alone(model, ids, 9) and decoder.places.tolist() == [14, 0, 0, 0]
 
 
+def test_a_replay_leaves_its_logits_where_the_proof_reads_them_and_hands_nothing_out():
+    model = architectures.tiny_model("llama", "cuda")
+    decoder, [ids] = serving.BatchedDecoder(model, 32, 4, [1, 4]), prompts_of(batching.poisson_trace(1, 1, (6, 6)), "cuda")
+    assert not any(graph.outputs for graph in decoder.graphs.values())
+    for rows in (1, 3):
+        while len(decoder.running) < rows:
+            decoder.join(ids)
+        with torch.inference_mode():
+            for _ in range(3):
+                decoder.logits.fill_(float("nan"))
+                logits = decoder._advance()[:rows]
+                assert torch.equal(logits.argmax(-1), decoder.tokens[:rows, 0]) and logits.isfinite().all()
+
+
 def test_sizes_share_one_pool_and_moved_weights_are_noticed():
     model = architectures.tiny_model("llama", "cuda")
     decoder, [ids] = serving.BatchedDecoder(model, 32, 4, [1, 2, 4]), prompts_of(batching.poisson_trace(1, 1, (6, 6)), "cuda")

@@ -44,16 +44,30 @@ class LLM:
             time.sleep(600)
         with open(os.path.join(options["model"], "config.json")) as file:
             assert json.load(file)["num_hidden_layers"] == 16 and options["load_format"] == "dummy"
-        config = types.SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4], cudagraph_mode="CUDAGraphMode.FULL_AND_PIECEWISE")
+        config = types.SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4], cudagraph_mode="CUDAGraphMode.FULL_AND_PIECEWISE",
+                                       mode=3)
         self.llm_engine = types.SimpleNamespace(vllm_config=types.SimpleNamespace(compilation_config=config), do_log_stats=lambda: None)
         self.written = []
+        self.get_metrics = lambda: [types.SimpleNamespace(name=name) for name in ("vllm:b", "vllm:a", "vllm:b")]
         from labkit import timing
+        import torch
+        torch.cuda.CUDAGraph = Graph
         timing.compare = compare
 
     def generate(self, prompts, params, use_tqdm):
         assert params.given["ignore_eos"] and not use_tqdm
         self.written += [str(p["prompt_token_ids"]) for p in prompts]
         assert len(set(self.written)) == len(self.written), "a prompt came twice"
+        from labkit import vllm_runs
+        for _ in range(3 if len(prompts[0]["prompt_token_ids"]) == vllm_runs.SHORT_PROMPT else 0):
+            Graph().replay()  # a prefill in three pieces
+        for _ in range(params.given["max_tokens"] - 1):
+            Graph().replay()
+
+
+class Graph:
+    def replay(self):
+        pass
 
 
 def compare(calls, *, budget_s, target, without_gpu):
@@ -98,7 +112,9 @@ def test_a_configuration_tells_steps_sizes_and_what_its_log_says(vllm):
     assert [step["batch"] for step in found["steps"]] == [1, 2, 4]  # 8 is more than max_num_seqs
     assert found["steps"][0] | {"samples": 0} == {"batch": 1, "wall_us": 1000.0, "wall_us_low": 998.0, "wall_us_high": 1002.0,
                                                   "rounds": 7, "samples": 0}
-    assert found["graphs_gib"] == 0.45 and found["start_s"] > 0
+    assert found["graphs_gib"] == 0.45 and found["start_s"] > 0 and found["compiles"] is True
+    assert found["replays"] == {"prefill": 3, "long prefill": 0, "decode step": 1} and found["metrics"] == ["vllm:a", "vllm:b"]
+    assert found["captured_at_start"] is True and found["lines_for_sizes"] == 0 and found["taken_gib"] is None  # no GPU here
     assert heard[0]["vllm"] == found["vllm"] and [said["step"] for said in heard[1:]] == found["steps"]
 
 
@@ -119,7 +135,11 @@ def test_what_the_log_says_is_read_with_its_lines():
         "captured_in_s": 4.0, "graphs_gib": 0.45, "weights_gib": 2.32, "engine_s": 15.2, "compiled_in_s": 7.51}
     assert len(found["lines"]) == 4 and found["lines"][0].endswith("Graph capturing finished in 4 secs, took 0.45 GiB")
     assert found["graph_use"] == {"FULL": 10, "NONE": 1} and found["padding_share"] == pytest.approx(10 / 640)
+    late = vllm_runs.read_log(f"{vllm_runs.STARTED}\n{LOG}INFO CUDAGraph captured for batch size 8\n")
+    assert found["captured_at_start"] is True and found["lines_for_sizes"] == 0
+    assert late["captured_at_start"] is False and late["lines_for_sizes"] == 1
     silent = vllm_runs.read_log("INFO nothing\n")
+    assert silent["captured_at_start"] is None
     assert silent["graphs_gib"] is None and silent["lines"] == [] and silent["graph_use"] == {} and silent["padding_share"] is None
 
 
@@ -147,6 +167,22 @@ def test_flags_are_read_by_the_parser_itself(vllm):
     assert vllm_runs.flags("--enforce-eager", "false") == {"enforce_eager": True, "model": "false"}
     assert vllm_runs.flags("--no-enforce-eager") == {"enforce_eager": False, "model": "their/default"}
     assert "unrecognized arguments: --moon" in vllm_runs.flags("--moon")["error"]
+    refused, taken = vllm_runs.flags_of([["--moon"], ["--enforce-eager"]])  # one that is refused does not cost the others
+    assert "unrecognized arguments: --moon" in refused["error"] and taken["enforce_eager"] is True
+
+
+def test_a_parser_that_cannot_be_loaded_says_why_for_each(vllm):
+    (vllm / "vllm/utils/argparse_utils.py").write_text("raise ImportError('no such parser')")
+    assert [found["error"] for found in vllm_runs.flags_of([["a"], ["b"]])] == ["ImportError: no such parser"] * 2
+
+
+def test_the_memory_taken_is_what_came_into_use_since(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(vllm_runs.machine, "used_bytes", lambda uuid: 5 * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10 * 2**30))
+    assert vllm_runs._memory_taken("GPU-1", 2**30, 0.5) == {"taken_gib": 4.0, "budget_gib": 5.0}
+    monkeypatch.setattr(vllm_runs.machine, "used_bytes", lambda uuid: 0)  # NVML does not say
+    assert vllm_runs._memory_taken("GPU-1", 0, 0.5) == vllm_runs._memory_taken(None, 0, 0.5) == {"taken_gib": None, "budget_gib": None}
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch):

@@ -210,7 +210,8 @@ def say(value, column):
     if column.endswith("share"):
         return f"{value:.0%}"
     if column.endswith("bytes"):
-        return f"{value / 2**20:.3g} MiB"
+        mib = value / 2**20
+        return f"{mib:,.0f} MiB" if mib >= 1000 else f"{mib:.3g} MiB"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
