@@ -329,7 +329,7 @@ def build(args):
 
 
 def guide(args):
-    """Write the instructor's guide as a page to print, and bring the guide and the README's routes up to date."""
+    """Write the instructor's guide as a page to print, and bring the guide and the README's routes and pictures up to date."""
     from labkit import guide
     print(f"Written: {', '.join(map(str, guide.write())) or 'nothing, all was up to date'}")
     _keep(args.out, guide.html())

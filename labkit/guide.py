@@ -14,6 +14,7 @@ ROUTES = {"90 minutes": 90, "half a day": 210, "a full day": 420, "self-study": 
 PAGES = Path(__file__).with_name("pages")
 GUIDE = build.NOTEBOOKS / "solutions" / "GUIDE.md"
 README = build.NOTEBOOKS.parent / "README.md"
+IMAGES = build.NOTEBOOKS / "images"
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+?) \|$", re.M)
 
 
@@ -106,7 +107,22 @@ def readme(text):
     return re.sub(r"(<!-- routes: .*?-->\n).*?(<!-- end of routes -->)", lambda found: f"{found[1]}{table()}\n{found[2]}", text, flags=re.S)
 
 
+def pictures():
+    """Draw the README's pictures from the recordings: {path: Chart}."""
+    from labkit import charts, experiments, launch_model, recordings
+
+    def recorded(experiment):
+        return recordings.recorded(experiment.__name__, experiment.source)
+
+    sweep = recorded(experiments.sweep_transformer)
+    curve = launch_model.add_predictions(sweep[(sweep.width == 512) & (sweep.precision == "float16")],
+                                         launch_model.fit(recorded(experiments.launch_constants)))
+    curve.attrs = sweep.attrs
+    return {IMAGES / "one_step.png": charts.timeline(recorded(experiments.step_trace)), IMAGES / "explorer.png": charts.sweep(curve)}
+
+
 def write():
-    """Bring the guide and the README's table up to date and return the paths that changed."""
+    """Bring the guide and the README's table and pictures up to date and return the paths that changed."""
     wanted = {GUIDE: markdown(), README: readme(README.read_text("utf-8"))}
-    return [path for path, text in wanted.items() if build.write(path, text)]
+    drawn = [chart.save(path) for path, chart in pictures().items() if path.read_bytes() != chart.png]
+    return [path for path, text in wanted.items() if build.write(path, text)] + drawn
