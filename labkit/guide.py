@@ -20,6 +20,8 @@ ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+?) \|$", re.M)
 
 @dataclass(frozen=True)
 class Section:
+    """A section of a lab, as its instructor cell lists it."""
+
     minutes: int
     title: str
     route: str  # the shortest that has it
@@ -37,6 +39,7 @@ class Lab:
 
     @property
     def number(self):
+        """Return the number that the lab's file name begins with, a text: 10."""
         return self.stem.partition("_")[0]
 
     def on(self, route):
@@ -52,6 +55,7 @@ def labs():
 
 
 def lab(path):
+    """Return a solution notebook as a Lab; BuildError says what a guide needs and it has not."""
     cells = [cell for cell in build.read(path).cells if cell.cell_type == "markdown"]
     words = "\n".join(cell.source for cell in cells)
     told = [cell.source for cell in cells if "instructor" in cell.metadata.get("tags", ())]
@@ -65,7 +69,7 @@ def lab(path):
 
 
 def plan(route):
-    """Return a route as [(lab, its sections, their minutes)], labs with none left out."""
+    """Return a route, one of ROUTES, as [(lab, its sections, their minutes)], labs with none left out."""
     chosen = [(lab, sections) for lab in labs() if (sections := lab.on(route))]
     return [(lab, sections, sum(section.minutes for section in sections)) for lab, sections in chosen]
 
@@ -76,7 +80,7 @@ def taught(route):
 
 
 def table():
-    """Return the table of routes, for the README."""
+    """Return the table of routes as Markdown, for the README."""
     rows = ["| route | minutes of labs | and for breaks and questions | labs, with the minutes for each |", "|---|---|---|---|"]
     for route, lasts in ROUTES.items():
         parts = [f"{lab.number} ({minutes}{'' if minutes == lab.minutes else f' of {lab.minutes}'})" for lab, _, minutes in plan(route)]

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 def record(names=(), commit=None, out=None):
     """Record experiments and labs by name (default: all) into `out` (default: labkit/recordings); return the paths.
 
-    Needs a GPU and a clean git tree, or `commit` in a copy without git. What was recorded before a failure is kept;
-    the RecordingError at the end names what failed.
+    Needs a GPU (else NoGPU) and a clean git tree, or `commit` in a copy without git (else RecordingError, as for a name that
+    is none). What was recorded before a failure is kept; the RecordingError at the end names what failed.
     """
     machine.require_gpu("recording")
     from labkit import timing

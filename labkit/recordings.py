@@ -30,7 +30,7 @@ class RecordingError(Exception):
 
 
 def code_hash(source, beside=()):
-    """Return a hash of `source` and of all code it reaches by name in the measuring rooms and in the cells `beside`.
+    """Return a hash (16 hex digits) of `source` and of all code it reaches by name in the measuring rooms and in the cells `beside`.
 
     Comments, docstrings and blanks do not count, so only changed behaviour asks for a new recording.
     """
@@ -86,7 +86,7 @@ def available(name="*"):
 
 
 def chosen():
-    """Return the slug of the recordings in use: the one in LABKIT_RECORDING, else the first."""
+    """Return the slug of the recordings in use: LABKIT_RECORDING, else the first; RecordingError without any, or without that one."""
     slugs, wish = available(), os.environ.get("LABKIT_RECORDING")
     if not slugs:
         raise RecordingError("there are no recordings here; with an NVIDIA GPU, run: python -m labkit record")
@@ -96,7 +96,7 @@ def chosen():
 
 
 def about():
-    """Return the provenance of the newest recording in use that can be read."""
+    """Return the provenance of the newest recording in use that can be read; RecordingError where none can."""
     documents, trouble = _readable("*.json")
     if not documents:
         raise trouble
@@ -207,7 +207,7 @@ def live_or_recorded(experiment, params, measure, source):
 
 
 def recorded(experiment, source, gpu=None):
-    """Return the recorded table of an experiment, also where labs run live, and of any GPU (a slug) that has one."""
+    """Return the recorded table of an experiment, also where labs run live, and of any GPU (a slug) that has one; else RecordingError."""
     document = load(experiment, gpu)
     return table(document["rows"], provenance(experiment, document, document["code_hash"] != code_hash(source)))
 
@@ -232,7 +232,10 @@ def cell_key(source):
 
 
 def cell_outputs(source):
-    """Return (provenance, outputs) of the recorded cell with exactly this text, or None when there is none."""
+    """Return (provenance, outputs) of the recorded cell with exactly this text, or None when there is none.
+
+    Raises RecordingError where it may stand in a recording that is damaged.
+    """
     documents, damaged = _readable("lab-*.json")
     for document in documents:
         if cell := document["cells"].get(cell_key(source)):
