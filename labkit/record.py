@@ -37,7 +37,10 @@ def record(names=(), commit=None, out=None):
         bar.set_description(name)
         start = time.perf_counter()
         try:
-            paths.append(save(folder / f"{name}.json", {**about, "name": name, **job()}))
+            document = {**about, "name": name, **job()}
+            if wrong := recordings.what_is_wrong(document):
+                raise RecordingError(f"what it gave {wrong}; it is not kept")
+            paths.append(save(folder / f"{name}.json", document))
         except Exception as error:  # one broken experiment must not cost the others
             failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
         bar.write(f"{'FAILED  ' if name in failed else 'recorded'} {name} in {time.perf_counter() - start:.1f} s")

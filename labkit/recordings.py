@@ -18,6 +18,7 @@ SCHEMA = 1
 FOLDER = Path(__file__).parent / "recordings"
 MEASURING = ("timing", "explain", "watch", "contents", "graphs", "buckets", "models", "architectures", "decoding", "decode", "batching", "serving",
              "trace", "vllm_runs", "isolate", "operations", "examine", "experiments")
+WRITTEN_ON = "nvidia-h200"  # the labs' prose and stored outputs are those of this GPU
 FIELDS = {"schema": int, "kind": str, "name": str, "command": str, "commit": str, "code_hash": str,
           "recorded_at": str, "machine": dict, "method": dict, "params": dict}
 
@@ -86,13 +87,16 @@ def available(name="*"):
 
 
 def chosen():
-    """Return the slug of the recordings in use: LABKIT_RECORDING, else the first; RecordingError without any, or without that one."""
+    """Return the slug of the recordings in use: LABKIT_RECORDING, else those that the labs were written on, else the first.
+
+    RecordingError without any, or without the one that is named.
+    """
     slugs, wish = available(), os.environ.get("LABKIT_RECORDING")
     if not slugs:
         raise RecordingError("there are no recordings here; with an NVIDIA GPU, run: python -m labkit record")
     if wish and wish not in slugs:
         raise RecordingError(f"LABKIT_RECORDING names {wish!r}, and the recordings are: {', '.join(slugs)}")
-    return wish or slugs[0]
+    return wish or (WRITTEN_ON if WRITTEN_ON in slugs else slugs[0])
 
 
 def about():
@@ -128,7 +132,7 @@ def _readable(pattern):
 def _read(path, _changed_at):
     try:
         document = json.loads(path.read_text("utf-8"), parse_constant=_no_number)
-        wrong = _what_is_wrong(document)
+        wrong = what_is_wrong(document)
     except (OSError, ValueError, RecursionError) as error:
         wrong = f"cannot be read ({error})"
     if wrong:
@@ -142,7 +146,7 @@ def _no_number(word):
     raise ValueError(f"{word} is no number that a recording may hold")
 
 
-def _what_is_wrong(document):
+def what_is_wrong(document):
     """Return what keeps a document from being a recording of this schema ("" if nothing)."""
     if not isinstance(document, dict):
         return "is not a recording"

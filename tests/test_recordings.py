@@ -138,6 +138,9 @@ def test_missing_recordings_and_unknown_gpus_are_named(folder, monkeypatch):
         recordings.load("other")
     write(folder, slug="nvidia-a")
     assert recordings.available() == ["nvidia-a", "nvidia-test"] and recordings.chosen() == "nvidia-a"
+    write(folder, slug=recordings.WRITTEN_ON)
+    assert recordings.available()[0] == "nvidia-a" and recordings.chosen() == recordings.WRITTEN_ON  # what the labs' prose is about
+    shutil.rmtree(folder / recordings.WRITTEN_ON)
     monkeypatch.setenv("LABKIT_RECORDING", "nvidia-test")
     assert recordings.chosen() == "nvidia-test"
     monkeypatch.setenv("LABKIT_RECORDING", "nvidia-z")
@@ -234,6 +237,16 @@ def test_a_failure_costs_only_itself_and_is_named(gpu, tmp_path):
         record.record(commit="abc1234", out=tmp_path / "out")
     assert [p.name for p in tmp_path.glob("out/nvidia-test/*")] == ["tiny.json"]
     assert not gpu.exists()
+
+
+@pytest.mark.parametrize("rows, wrong", [([], "has no rows"), (None, "wrong field 'rows'"), ([1], "are no dicts")])
+def test_what_could_not_be_read_back_is_not_recorded(gpu, rows, wrong):
+    write(gpu)
+    before = (gpu / "nvidia-test" / "tiny.json").read_bytes()
+    experiments.EXPERIMENTS |= {"tiny": experiment(lambda: rows)}
+    with pytest.raises(RecordingError, match=f"tiny .what it gave .*{wrong}"):
+        record.record(commit="abc1234")
+    assert (gpu / "nvidia-test" / "tiny.json").read_bytes() == before
 
 
 def test_names_choose_what_is_recorded_and_unknown_ones_are_refused(gpu):
