@@ -41,6 +41,7 @@ def doctor(args):
 
 
 def print_checks(checks):
+    """Print checks, each on a line - status, name, what was found - and its fix below."""
     for check in checks:
         print(f"{check.status:8} {check.name:18} {check.found}")
         if check.fix:
@@ -48,7 +49,7 @@ def print_checks(checks):
 
 
 def notebooks_folder():
-    """Return the notebooks folder: of the folder one is in, else of the clone that labkit stands in."""
+    """Return the notebooks folder: of the folder one is in, else of the clone that labkit stands in; Refusal where neither has labs."""
     for folder in (Path.cwd(), Path(labkit.__file__).parents[1]):
         if list(folder.glob("notebooks/*.ipynb")):
             return folder / "notebooks"
@@ -100,7 +101,7 @@ def hub(args):
 
 
 def find_labs(names, folder):
-    """Return the notebooks meant by names ("10", "10_measure_launch_overhead"); none means all."""
+    """Return the paths of the notebooks meant by names ("10", "10_measure_launch_overhead"), none means all; Refusal for others."""
     labs = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
     if not labs:
         raise Refusal(f"there are no labs in {folder}")
@@ -157,7 +158,7 @@ PAGE = """{% extends 'lab/index.html.j2' %}{% block data_png scoped %}
 
 
 def page(cells):
-    """Return cells as an HTML page."""
+    """Return the cells of notebooks as an HTML page, a text."""
     import jinja2
     import nbformat
     from nbconvert import HTMLExporter
@@ -205,7 +206,7 @@ def decide(args):
 
 
 def above_zero(word):
-    """Read a time: a number above 0."""
+    """Read a time: a number above 0, else argparse.ArgumentTypeError."""
     with contextlib.suppress(ValueError):
         if 0 < float(word) < float("inf"):
             return float(word)
@@ -329,13 +330,14 @@ def build(args):
 
 
 def guide(args):
-    """Write the instructor's guide as a page to print, and bring the guide and the README's routes up to date."""
+    """Write the instructor's guide as a page to print, and bring the guide and the README's routes and pictures up to date."""
     from labkit import guide
     print(f"Written: {', '.join(map(str, guide.write())) or 'nothing, all was up to date'}")
     _keep(args.out, guide.html())
 
 
 def parser():
+    """Return the parser of all commands, whose docstrings are what --help says."""
     parser = argparse.ArgumentParser(prog="labkit", description="CUDA Graphs Lab: check, open, run, record.")
     every = (doctor, lab, progress, hub, run, diagnose, decide, record, report, export, compare, build, guide)
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(fn.__name__ for fn in every))

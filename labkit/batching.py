@@ -82,17 +82,20 @@ def _read_on(reader, path):
 # ---- which batch sizes to capture
 
 def powers_of_two(most):
-    """Return the sizes 1, 2, 4, ... and `most`."""
+    """Return the sizes 1, 2, 4, ... and `most`; ValueError unless that is a whole number from 1."""
     return sorted({2**k for k in range(_size(most).bit_length())} | {most})
 
 
 def vllm_sizes(most):
-    """Return the sizes that vLLM captures up to `most`: 1, 2, 4, then every 8 to 256, then every 16 (vLLM 0.26, config)."""
+    """Return the sizes that vLLM captures up to `most`: 1, 2, 4, then every 8 to 256, then every 16; ValueError as for powers_of_two.
+
+    Source: vLLM 0.26, VllmConfig._set_cudagraph_sizes in vllm/config/vllm.py.
+    """
     return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, _size(most) + 1, 16)) if size <= most]
 
 
 def every_size(most):
-    """Return all sizes up to `most`: no padding, and the most to capture."""
+    """Return all sizes up to `most`: no padding, and the most to capture; ValueError as for powers_of_two."""
     return list(range(1, _size(most) + 1))
 
 
@@ -125,7 +128,7 @@ def best_sizes(counts, number):
 
 
 def wasted_share(sizes, counts):
-    """Return which share of all rows computed is padding, for {batch: steps at it}; batches above all sizes are not padded."""
+    """Return which share (0 to 1) of all rows computed is padding, for {batch: steps at it}; batches above all sizes are not padded."""
     sizes, real = sorted(sizes), sum(batch * steps for batch, steps in counts.items())
     run = sum(at_least(sizes, batch) * steps for batch, steps in counts.items())
     return 1 - real / run if run else 0.0
@@ -200,7 +203,8 @@ def _until_all_are_served(decoder, trace, prompts, clock):
 def summary(served, steps):
     """Return what a run of `serve` gave, as a dict: throughput, time to first token, inter-token latency, padding, replays.
 
-    steps: those of the decoder while it served. ttft_ms is over requests, itl_ms over pairs of tokens: p50 and p99.
+    steps: those of the decoder while it served. tokens_per_s: from the first arrival to the last token. ttft_ms is over requests,
+    itl_ms over pairs of tokens, in milliseconds: p50 and p99. Shares are from 0 to 1. Raises ValueError if nothing was served.
     """
     if not served:
         raise ValueError("nothing was served")

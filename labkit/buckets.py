@@ -44,7 +44,7 @@ class BucketedGraphs:
         return pytree.tree_map_only(torch.Tensor, lambda t: t.narrow(self.out_dim, 0, count), result)
 
     def size_for(self, count):
-        """Return the captured size that a call of `count` is padded to."""
+        """Return the captured size that a call of `count` is padded to; ValueError where that is more than the largest."""
         if count > self.sizes[-1]:
             raise ValueError(f"{count} is more than the largest captured size, {self.sizes[-1]}: capture a larger one, "
                              "split the call, or run it eagerly")
@@ -52,7 +52,7 @@ class BucketedGraphs:
 
     @property
     def pool_bytes(self):
-        """Bytes that all graphs together keep reserved."""
+        """Return the bytes of GPU memory that all graphs together keep reserved."""
         return sum(map(pool_bytes, {graph.pool for graph in self.graphs.values()}))
 
     def _count(self, args):

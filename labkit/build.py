@@ -64,7 +64,10 @@ def code_cells(path):
 
 
 def learner_copy(notebook, name=""):
-    """Return a notebook without its solutions, instructor cells, outputs and execution counts; cell ids stay."""
+    """Return a notebook without its solutions, instructor cells, outputs and execution counts; cell ids stay.
+
+    BuildError names the cell whose markers have no other half, or that is no Python then.
+    """
     copy = deepcopy(notebook)
     copy.cells = [c for c in copy.cells if not {"instructor", "solution"} & set(c.metadata.get("tags", ()))]
     for cell in blank(copy):

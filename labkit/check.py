@@ -78,7 +78,7 @@ def expect_error(fragment):
 
 
 def claim(id, table=None):
-    """Print what a table says about one of the article's claims."""
+    """Print what a table says about one of the article's claims; ValueError as for claims.judge."""
     print(claims.judge(id, table))
 
 

@@ -39,7 +39,10 @@ class Verdict:
 
 
 def judge(id, table=None):
-    """Judge the claim `id` on the table of its experiment; "not measured" without one."""
+    """Judge the claim `id` on the table of its experiment -> Verdict; "not measured" without one.
+
+    Raises ValueError for a claim that there is not, and for a table without what its rule looks at.
+    """
     if not isinstance(id, str) or id not in CLAIMS:
         raise ValueError(f"there is no claim {id!r}; there are: {', '.join(CLAIMS)}")
     claim = CLAIMS[id]

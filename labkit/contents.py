@@ -1,4 +1,7 @@
-"""What a captured graph holds: its nodes and what waits for what, and the memory that its pool keeps."""
+"""What a captured graph holds: its nodes and what waits for what, and the memory that its pool keeps.
+
+Nodes are read by the calls of the CUDA driver API (Graph Management), through cuda.bindings.
+"""
 
 import ctypes
 import re
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Node:
-    """One node of a graph: what kind of work, the kernel's name (or ""), its grid, and the nodes it waits for."""
+    """One node of a graph: what kind of work, the kernel's name (or ""), its grid (blocks in x, y, z), and the nodes it waits for."""
 
     kind: str
     name: str
@@ -17,14 +20,17 @@ class Node:
 
 
 def count(graph):
-    """Count the nodes of a graph."""
+    """Count the nodes of a `torch.cuda.CUDAGraph` made with keep_graph=True; RuntimeError names another answer of the driver."""
     from cuda.bindings import driver
 
     return _cuda(driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()), 0))[-1]
 
 
 def nodes(graph):
-    """List the nodes of a `torch.cuda.CUDAGraph` made with keep_graph=True, in the order that CUDA gives them."""
+    """List the nodes of a `torch.cuda.CUDAGraph` made with keep_graph=True, in the order that CUDA gives them.
+
+    `after` of a Node holds places in this list. Raises RuntimeError with what else the driver answers.
+    """
     from cuda.bindings import driver
 
     handle, many = driver.CUgraph(graph.raw_cuda_graph()), count(graph)
@@ -78,7 +84,7 @@ def short_name(name):
 
 
 def pool_bytes(pool):
-    """Return the bytes of GPU memory that a graph's memory pool (its id, a pair of ints) keeps reserved."""
+    """Return the bytes of GPU memory that a graph's memory pool (its id, a pair of ints) keeps reserved, by torch.cuda.memory_snapshot()."""
     import torch
 
     return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool))

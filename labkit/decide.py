@@ -171,7 +171,7 @@ def decide(model, batches=(1, 8, 32), *, latency_us=None, **options):
 
 
 def answers(model, batches, *, latency_us=None, **options):
-    """Yield the Decision after each batch, as `decide` gives it after the last."""
+    """Yield the Decision after each batch, as `decide` gives it after the last; ValueError for a target that is no time, and see `points`."""
     if not (latency_us is None or isinstance(latency_us, (int, float)) and latency_us > 0):
         raise ValueError(f"a target is a time above 0, not {latency_us!r}")
     found, live = (), _is_live(model)
@@ -215,7 +215,7 @@ def points(model, batches=(1, 8, 32), *, inputs=(), layers=None, width=None, len
 
 
 def kind_of(model):
-    """Say what a model is, by its name: "ours", "config" or "callable"; raises ValueError."""
+    """Say what a model is, by its name: "ours", "config" or "callable"; ValueError where it is none of them."""
     if model in SIZES:
         return "ours"
     if Path(model).is_file() or Path(model, "config.json").is_file():
@@ -267,7 +267,7 @@ def _asked_of_a_child(trial, what, timeout_s):
 
 
 def trial_capture(batch, **what):
-    """Capture and measure the step of a batch in this process: the fields of a Point."""
+    """Capture and measure the step of a batch in this process: the fields of a Point, or `skipped`, why there is no step."""
     from labkit import examine
 
     if isinstance(made := _made(batch, **what), str):
@@ -280,7 +280,10 @@ def trial_capture(batch, **what):
 
 
 def trial_compile(batch, **what):
-    """Compile the step of a batch with torch.compile, then capture that: speedups over eager, and how long compiling took (s)."""
+    """Compile the step of a batch with torch.compile, then capture that: speedups over eager, and how long compiling took (seconds).
+
+    {"skipped": why} where there is no step, or where it does not compile.
+    """
     import torch
 
     from labkit import graphs, timing
@@ -361,7 +364,7 @@ def imported(name):
 
 
 def example(text):
-    """Make a tensor on the GPU from "1x128:float16": normal numbers, or for whole-number types zeros; ValueError."""
+    """Make a tensor on the GPU from "1x128:float16": normal numbers, or for whole-number types zeros; ValueError for another text."""
     import torch
     shape, _, dtype = text.partition(":")
     try:

@@ -39,7 +39,8 @@ class DecodeStep(nn.Module):
             layer.cumulative_length = length  # a view: one fill_ rewinds all layers
         self.keyword = decoding.cache_keyword(model)
 
-    def forward(self, ids):  # (batch, 1) -> (batch, 1)
+    def forward(self, ids):
+        """Return the next tokens of ids, both (batch, 1), int64; the cache is rewound first."""
         self.lengths.fill_(self.context - 1)
         result = self.model(input_ids=ids, position_ids=self.position, use_cache=True, **{self.keyword: self.cache})
         return result.logits[:, -1].argmax(-1, keepdim=True)
@@ -53,7 +54,7 @@ class _SameLength(DynamicLayer):
 
 
 class GrowingStep(nn.Module):
-    """The same step over a cache that is joined anew for each token, as generate() does it."""
+    """The same step over a cache that is joined anew for each token, as generate() does it; arguments as of DecodeStep."""
 
     def __init__(self, model, batch, context):
         super().__init__()
@@ -66,14 +67,18 @@ class GrowingStep(nn.Module):
             self.cache.layers[i].__class__ = _SameLength
         self.keyword = decoding.cache_keyword(model)
 
-    def forward(self, ids):  # (batch, 1) -> (batch, 1)
+    def forward(self, ids):
+        """Return the next tokens of ids, both (batch, 1), int64."""
         cache = self.cache if self.context > 1 else DynamicCache(config=self.model.config)
         result = self.model(input_ids=ids, position_ids=self.position, use_cache=True, **{self.keyword: cache})
         return result.logits[:, -1].argmax(-1, keepdim=True)
 
 
 def decode_step(model, batch, context):
-    """Return a DecodeStep and random ids for it, (batch, 1); raises models.TooLarge if they would not fit, ValueError."""
+    """Return a DecodeStep and random ids for it, (batch, 1), int64.
+
+    Raises models.TooLarge if its cache would not fit, ValueError for a batch or a context (tokens) that the model does not take.
+    """
     weight, config = next(model.parameters()), model.config
     if batch < 1 or not 1 <= context <= config.max_position_embeddings:
         raise ValueError(f"this model takes a batch of 1 or more and a context of 1 to {config.max_position_embeddings:,}, "
@@ -104,12 +109,14 @@ class GraphedDecoder:
 
     model: a causal LM in eval mode, on one device. max_length: places in the cache, for a prompt and all new tokens but the
     last. batch: sequences. prove: show first that logits and tokens equal generate()'s, across the edge of a sliding window
-    too (which costs a few short generations); where two tokens tie within what the logits differ by, either may come. compiled: let torch.compile write kernels for the step, which takes a minute or
-    more and is worth it for long texts. masks: "static" or "own", experts: see decoding.StaticStep; left out, what works is
-    found out. A sliding window is kept whole, as the mask leaves the rest out: its cache takes max_length places.
+    too (which costs a few short generations); where two tokens tie within what the logits differ by, either may come.
+    compiled: let torch.compile write kernels for the step, which takes a minute or more and is worth it for long texts.
+    masks: "static" or "own", experts: see decoding.StaticStep; left out, what works is found out. A sliding window is kept
+    whole, as the mask leaves the rest out: its cache takes max_length places.
 
     Attributes: captured, masks, experts, padding_refused (None, or why all prompts must be of one length), step, graphs (for
-    each way to pick in use, a GraphedCallable). Raises DecoderRefused; ValueError for a size that cannot be; TooLarge.
+    each way to pick in use, a GraphedCallable). Raises DecoderRefused for a model that would not decode as its generate(),
+    ValueError for a size that cannot be, models.TooLarge for a cache that does not fit.
     """
 
     @torch.inference_mode()
@@ -158,7 +165,10 @@ class GraphedDecoder:
         self.step.rewind()
 
     def begin(self, ids, mask, pick="greedy"):
-        """Run prompts through the model, eagerly, and pick the first tokens; returns their logits, (batch, vocabulary)."""
+        """Run prompts through the model, eagerly, and pick the first tokens; returns their logits, (batch, vocabulary).
+
+        ids: (batch, length), int64. mask: of that shape, bool, False at padding. pick: "greedy", or what StaticStep.choose returned.
+        """
         self._ready(pick)
         self.step.generator.manual_seed(self.step.seed)  # after a capture, whose rehearsal draws
         self._fresh = True
@@ -168,7 +178,10 @@ class GraphedDecoder:
         return self.step.prefill(ids, mask, pick)
 
     def advance(self):
-        """Decode one token of each sequence; returns the logits it was picked from, until the next call overwrites them."""
+        """Decode one token of each sequence; returns the logits it was picked from, (batch, vocabulary), which the next call overwrites.
+
+        Captured, it raises graphs.ReplayError where weights changed since the capture, or the cache is full.
+        """
         if not self.captured:
             return self.step(self.pick)
         graph = self.graphs[self.pick]
@@ -206,7 +219,10 @@ class GraphedDecoder:
 
 
 def checked(decoder, ids, n, mask):
-    """Return the attention mask of prompts, bool, once all that generate() was given is found to fit."""
+    """Return the attention mask of prompts, (batch, length), bool, once all that generate() was given is found to fit.
+
+    Raises ValueError for what does not, DecoderRefused for padding that this model does not decode right.
+    """
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != decoder.batch:
         given = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise ValueError(f"ids must be a tensor of shape ({decoder.batch}, length), as the batch is fixed, not {given}")

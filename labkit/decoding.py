@@ -188,7 +188,7 @@ class StaticStep:
         self.template = self._template() if masks == "static" else None
 
     def rehearsal(self):
-        """Empty the cache and return two tokens a sequence, to run the model on before a capture."""
+        """Empty the cache and return two tokens a sequence, (batch, 2), to run the model on before a capture."""
         self.rewind()
         return torch.ones_like(self.history[:, :2])
 
@@ -284,7 +284,10 @@ class StaticStep:
         self.history.index_copy_(1, self.slot, self.token)
 
     def choose(self, sampling):
-        """Set sampling options by name; returns how the step picks then. Raises ValueError for what they cannot be."""
+        """Set sampling options by name; returns how the step picks then: "greedy", "sampled" or "filtered".
+
+        Raises ValueError for an option that is none, or for what it cannot be.
+        """
         if unknown := sampling.keys() - SAMPLING.keys():
             raise ValueError(f"unknown sampling option {', '.join(sorted(unknown))}; there are: {', '.join(SAMPLING)}")
         given = {name: value for name, value in sampling.items() if value is not None}
@@ -302,7 +305,10 @@ class StaticStep:
         return "filtered" if {"top_k", "top_p"} & given.keys() else "sampled"
 
     def end_at(self, tokens):
-        """Set which tokens end a sequence (an int or several; None: the model's own) and what pads it; returns whether any."""
+        """Set which tokens end a sequence (an int or several; None: the model's own) and what pads it; returns whether any.
+
+        Raises ValueError for a token that the model does not have.
+        """
         config = self.model.generation_config
         tokens = config.eos_token_id if tokens is None else tokens
         tokens = [tokens] if isinstance(tokens, int) else list(() if tokens is None else tokens)
@@ -374,7 +380,7 @@ class StaticStep:
         return RowsStep(step, places, tokens, active)
 
     def edges(self):
-        """Return the lengths, below max_length, at which something in the model may change: windows, chunks and the like."""
+        """Return the lengths (tokens), below max_length, at which something in the model may change: windows, chunks and the like."""
         config = self.model.config.get_text_config(decoder=True).to_dict()
         named = [value for name, value in config.items() if re.search(r"window|chunk|topk|original_max_position", name)]
         return sorted({value for value in named if type(value) is int and 1 < value < self.max_length})

@@ -55,7 +55,10 @@ _WRAPPED = re.compile(r"previous error during capture|StreamCaptureInvalidated")
 
 
 class CaptureError(RuntimeError):
-    """A capture that failed, by its first cause: `cause` (the exception), `kind`, `line` (yours), `way_round`."""
+    """A capture that failed, by its first cause: `cause` (the exception), `kind`, `line` (yours), `way_round`.
+
+    repaired: whether stream, memory pool and generators could be put right; if not, the message says to restart.
+    """
 
     def __init__(self, error, repaired=True):
         self.cause = _first(error)
@@ -117,7 +120,7 @@ def _one_line(error):
 
 
 def user_line(error):
-    """Return "file:line: source" of the innermost frame that is the user's own code, not a library's."""
+    """Return "file, line N: source" of the innermost frame that is the user's own code, not a library's; "unknown" without one."""
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent), "<frozen")
     found, tb = "unknown", error.__traceback__
     while tb:

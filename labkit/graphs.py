@@ -1,4 +1,7 @@
-"""Capture a callable once as a CUDA graph, replay it with new inputs, and refuse whatever would be silently wrong."""
+"""Capture a callable once as a CUDA graph, replay it with new inputs, and refuse whatever would be silently wrong.
+
+What PyTorch asks of a capture: docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs".
+"""
 
 import gc
 import threading
@@ -29,8 +32,9 @@ class GraphedCallable:
     generators: torch.Generators that fn draws from. limit: how many calls are allowed (a cache's length), see `rewind`.
 
     Attributes: nodes, node_kinds, kernel_names, capture_seconds, pool, pool_bytes, inputs and outputs (static buffers).
-    Raises CaptureError when the capture fails, TypeError or ValueError when inputs differ from the examples, and
-    ReplayError when fn's modules or tensors changed since. One stream and one thread at a time, as for any graph.
+    Raises NoGPU without a GPU, CaptureError when the capture fails, TypeError or ValueError for examples or results that no
+    graph can take or give, and when inputs differ from the examples, and ReplayError when fn's modules or tensors changed
+    since. One stream and one thread at a time, as for any graph.
     Watched are the modules and tensors that fn is, is bound to, closes over, names, or holds up to four steps deep; not
     plain Python values: those are baked in, as are hooks and autocast as they were.
     """
@@ -92,7 +96,7 @@ class GraphedCallable:
         return leaves
 
     def replay(self):
-        """Replay on the buffers as they are: no copy in, no copy out, no check but that of `limit`."""
+        """Replay on the buffers as they are: no copy in, no copy out, no check but that of `limit`, beyond which it is a ReplayError."""
         if self.limit is not None and self._calls >= self.limit:
             raise ReplayError(f"replayed {self._calls} times, its limit: what the call writes to is full; reset it, then rewind()")
         self._calls += 1
@@ -104,27 +108,27 @@ class GraphedCallable:
 
     @property
     def raw_graph(self):
-        """The address of the CUgraph, for cuda.bindings."""
+        """Return the address of the CUgraph, an int, for cuda.bindings."""
         return self._graph.raw_cuda_graph()
 
     @cached_property
     def nodes(self):
-        """The nodes of the graph, in order: a list of Node."""
+        """Return the nodes of the graph, in order: a list of contents.Node."""
         return contents.nodes(self._graph)
 
     @property
     def node_kinds(self):
-        """How many nodes of each kind the graph has: a Counter."""
+        """Return how many nodes of each kind the graph has: a Counter."""
         return Counter(node.kind for node in self.nodes)
 
     @property
     def kernel_names(self):
-        """The short names of the graph's kernels, in order."""
+        """Return the short names of the graph's kernels, in order."""
         return [node.name for node in self.nodes if node.kind == "kernel"]
 
     @property
     def pool_bytes(self):
-        """Bytes that the graph's memory pool keeps reserved, together with the graphs that share it."""
+        """Return the bytes of GPU memory that the graph's pool keeps reserved, for all graphs that share it."""
         return contents.pool_bytes(self.pool)
 
 
@@ -134,6 +138,7 @@ class SplitCallable:
     pieces: each takes what the one before returned (a tuple: as its arguments). args: example inputs of the first, tensors
     on one GPU. eager: places of pieces that are not even tried, as a failed capture can leave a library unusable (cuSOLVER,
     for one). options: as of GraphedCallable. Attributes: pieces; reasons, None for a graph, else why it is none.
+    Raises ValueError without a piece, IndexError for a place that there is not, and what a piece itself raises.
     """
 
     def __init__(self, pieces, *args, eager=(), **options):

@@ -14,11 +14,14 @@ ROUTES = {"90 minutes": 90, "half a day": 210, "a full day": 420, "self-study": 
 PAGES = Path(__file__).with_name("pages")
 GUIDE = build.NOTEBOOKS / "solutions" / "GUIDE.md"
 README = build.NOTEBOOKS.parent / "README.md"
+IMAGES = build.NOTEBOOKS / "images"
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+?) \|$", re.M)
 
 
 @dataclass(frozen=True)
 class Section:
+    """A section of a lab, as its instructor cell lists it."""
+
     minutes: int
     title: str
     route: str  # the shortest that has it
@@ -36,6 +39,7 @@ class Lab:
 
     @property
     def number(self):
+        """Return the number that the lab's file name begins with, a text: 10."""
         return self.stem.partition("_")[0]
 
     def on(self, route):
@@ -51,6 +55,7 @@ def labs():
 
 
 def lab(path):
+    """Return a solution notebook as a Lab; BuildError says what a guide needs and it has not."""
     cells = [cell for cell in build.read(path).cells if cell.cell_type == "markdown"]
     words = "\n".join(cell.source for cell in cells)
     told = [cell.source for cell in cells if "instructor" in cell.metadata.get("tags", ())]
@@ -64,7 +69,7 @@ def lab(path):
 
 
 def plan(route):
-    """Return a route as [(lab, its sections, their minutes)], labs with none left out."""
+    """Return a route, one of ROUTES, as [(lab, its sections, their minutes)], labs with none left out."""
     chosen = [(lab, sections) for lab in labs() if (sections := lab.on(route))]
     return [(lab, sections, sum(section.minutes for section in sections)) for lab, sections in chosen]
 
@@ -75,7 +80,7 @@ def taught(route):
 
 
 def table():
-    """Return the table of routes, for the README."""
+    """Return the table of routes as Markdown, for the README."""
     rows = ["| route | minutes of labs | and for breaks and questions | labs, with the minutes for each |", "|---|---|---|---|"]
     for route, lasts in ROUTES.items():
         parts = [f"{lab.number} ({minutes}{'' if minutes == lab.minutes else f' of {lab.minutes}'})" for lab, _, minutes in plan(route)]
@@ -106,7 +111,22 @@ def readme(text):
     return re.sub(r"(<!-- routes: .*?-->\n).*?(<!-- end of routes -->)", lambda found: f"{found[1]}{table()}\n{found[2]}", text, flags=re.S)
 
 
+def pictures():
+    """Draw the README's pictures from the recordings: {path: Chart}."""
+    from labkit import charts, experiments, launch_model, recordings
+
+    def recorded(experiment):
+        return recordings.recorded(experiment.__name__, experiment.source)
+
+    sweep = recorded(experiments.sweep_transformer)
+    curve = launch_model.add_predictions(sweep[(sweep.width == 512) & (sweep.precision == "float16")],
+                                         launch_model.fit(recorded(experiments.launch_constants)))
+    curve.attrs = sweep.attrs
+    return {IMAGES / "one_step.png": charts.timeline(recorded(experiments.step_trace)), IMAGES / "explorer.png": charts.sweep(curve)}
+
+
 def write():
-    """Bring the guide and the README's table up to date and return the paths that changed."""
+    """Bring the guide and the README's table and pictures up to date and return the paths that changed."""
     wanted = {GUIDE: markdown(), README: readme(README.read_text("utf-8"))}
-    return [path for path, text in wanted.items() if build.write(path, text)]
+    drawn = [chart.save(path) for path, chart in pictures().items() if path.read_bytes() != chart.png]
+    return [path for path, text in wanted.items() if build.write(path, text)] + drawn

@@ -79,7 +79,7 @@ def _judge_port(host, port):
 
 
 def read_names(path):
-    """Return the learners' names in a file, one a line; what follows # does not count."""
+    """Return the learners' names in a file, one a line; what follows # does not count. HubError for a file or a name that is none."""
     try:
         lines = [line.partition("#")[0].strip() for line in Path(path).read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -96,7 +96,7 @@ def read_names(path):
 
 
 def password(folder):
-    """Return the class's password: what password.txt says, which is made where there is none."""
+    """Return the class's password: what password.txt says, which is made where there is none; HubError for one that is too short."""
     file = Path(folder, "password.txt")
     if not file.exists():
         file.touch(0o600)
@@ -121,7 +121,7 @@ def _proxy(tls):
 
 
 def command(folder):
-    """Enter a class's folder, which no second hub may, and return the arguments of Python that start its hub."""
+    """Enter a class's folder and return the arguments of Python that start its hub; HubError where one is running in it."""
     import fcntl  # where there is none, there is no JupyterHub either
     os.chdir(folder)
     lock = os.open("hub.lock", os.O_CREAT | os.O_RDWR, 0o600)
@@ -151,7 +151,7 @@ def least_loaded(taken):
 
 
 def share(learners, gpus):
-    """Return which share of its GPU's memory each process may take: two a learner, as two labs, or a lab and its child process.
+    """Return which share (0 to 1) of its GPU's memory each process may take: two a learner, as two labs, or a lab and its child.
 
     A tenth is left for what no limit of torch counts, the contexts; somebody alone has all.
     """

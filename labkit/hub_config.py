@@ -24,6 +24,7 @@ class LearnersServer(SimpleLocalProcessSpawner):
     gpu = None
 
     async def start(self):
+        """Copy the labs that the learner lacks, choose a GPU, and start the server; returns its address."""
         hub.copy_labs(settings["labs"], Path(self.home_dir))
         self.gpu = hub.least_loaded([server.gpu for server in self.known])
         return await super().start()
@@ -35,14 +36,17 @@ class LearnersServer(SimpleLocalProcessSpawner):
         return super().get_env() | gpu
 
     def get_state(self):
+        """Return what JupyterHub keeps of this server in its database, and the GPU (its UUID or None)."""
         return super().get_state() | {"gpu": self.gpu}
 
     def load_state(self, state):
+        """Take up what the database kept, and be known to all other servers."""
         super().load_state(state)
         self.gpu = state.get("gpu")
         self.known.add(self)  # JupyterHub calls this for every server, also for one that has yet to start
 
     def clear_state(self):
+        """Forget the GPU, once the server has stopped."""
         super().clear_state()
         self.gpu = None
 

@@ -22,6 +22,7 @@ STAMP = VENV / "labkit-install.json"
 
 
 def say(text):
+    """Print a line of our own among pip's."""
     print(f"labkit: {text}", flush=True)
 
 
@@ -61,7 +62,7 @@ def torch_to_keep():
 
 
 def make_venv():
-    """Make .venv unless it works with this very Python already; what could not be made whole is taken away."""
+    """Make .venv unless it works with this very Python already; what could not be made whole is taken away, and SystemExit says why."""
     if ask(PYTHON, "import sys, pip; print(json.dumps(sys.version))") == sys.version:
         return
     if VENV.exists() and not (VENV / "pyvenv.cfg").exists():
@@ -86,7 +87,7 @@ def link(*folders):
 
 
 def constraints(kept):
-    """Write the pins to install by; beside a kept torch, what that torch asks for is left to it."""
+    """Write the pins to install by and return their file; beside a kept torch, what that torch asks for is left to it."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     if kept:
         asked = [re.match(r"[\w.-]+", need).group() for need in importlib.metadata.requires("torch") or ()]

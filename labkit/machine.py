@@ -26,6 +26,8 @@ class NoGPU(RuntimeError):
 
 @dataclass(frozen=True)
 class Mode:
+    """Whether labs run LIVE or RECORDED here, why, and what would change that."""
+
     live: bool
     reason: str
     fix: str = ""
@@ -34,7 +36,10 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a recording says about where it was made; the first ten are None where labs do not run LIVE."""
+    """What a recording says about where it was made; the first ten are None where labs do not run LIVE.
+
+    Driver, power limit and clocks are what NVML says when it is asked, so the clocks of an idle GPU are low.
+    """
 
     gpu: str | None = None
     sm: str | None = None
@@ -56,6 +61,7 @@ class Machine:
 
     @property
     def slug(self):
+        """Return the GPU's name as part of a file's name, None without a GPU."""
         return slug(self.gpu) if self.gpu else None
 
 
@@ -66,6 +72,8 @@ def slug(gpu):
 
 @dataclass(frozen=True)
 class Check:
+    """One line of the doctor: what was looked at, how it stands, what was found, and the fix."""
+
     name: str
     status: str  # "ok", "warning" or "problem" (something installed is broken)
     found: str
@@ -182,7 +190,10 @@ def free_bytes():
 
 
 def share_of_memory():
-    """Return the share of the GPU's memory that one process may take: LABKIT_GPU_SHARE where several people share a GPU, else 1.0."""
+    """Return the share of the GPU's memory that one process may take: LABKIT_GPU_SHARE where several people share a GPU, else 1.0.
+
+    Raises ValueError unless it is above 0 and at most 1.
+    """
     said = os.environ.get("LABKIT_GPU_SHARE", "1")
     with contextlib.suppress(ValueError):
         if 0 < float(said) <= 1:
@@ -350,7 +361,7 @@ def _check_kernel():
 
 @functools.cache
 def writable_environment():
-    """Return environment variables that move what Jupyter and matplotlib write out of a read-only home, else {}."""
+    """Return environment variables, {name: value}, that move what Jupyter and matplotlib write out of a read-only home, else {}."""
     if os.access(os.path.expanduser("~"), os.W_OK):
         return {}
     folder = tempfile.mkdtemp(prefix="labkit-")

@@ -29,7 +29,8 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x):  # (batch, tokens, width) -> the same
+    def forward(self, x):
+        """Return x, (batch, tokens, width), with what attention and MLP add to it: the same shape."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # (batch, heads, tokens, width / heads)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
@@ -73,7 +74,7 @@ def build(kind, *, layers=24, width=1024, batch=1, tokens=128, dtype=torch.float
 
 
 def needed_bytes(kind, layers, width, shape, dtype):
-    """Return the GPU memory in bytes that a model and one step of it need: weights and activations."""
+    """Return the GPU memory in bytes that a model and one step of it need: weights and activations; shape: of its input."""
     with torch.device("meta"):
         weights = sum(p.numel() for p in KINDS[kind](layers, width).parameters())
     activations = 16 * torch.Size(shape).numel() * dtype.itemsize  # the widest moment of a block, with room to spare

@@ -69,14 +69,20 @@ def _hint_at_order(result):
 
 
 def gpu(line, cell):
-    """Show what this very cell put out on the recording GPU (with a GPU, the cell runs and this is not called)."""
+    """Show what this very cell put out on the recording GPU (with a GPU, the cell runs and this is not called).
+
+    Raises UsageError for words after %%gpu, RecordingError where the recording cannot be read.
+    """
     if line.strip():
         raise UsageError(f"%%gpu takes nothing after it, not {line.strip()!r}")
     _replay(f"%%gpu\n{cell}")
 
 
 def isolated(line, cell):
-    """Run the cell in a child process that is thrown away; `--timeout SECONDS`, `--expect TEXT` of the failure."""
+    """Run the cell in a child process that is thrown away; `--timeout SECONDS`, `--expect TEXT` of the failure.
+
+    Raises IsolatedError where it fails and was not to, or the other way round, UsageError for other words, RecordingError.
+    """
     wanted = _arguments(line)
     source = f"%%isolated {line}".rstrip() + f"\n{cell}"
     if not machine.mode().live:

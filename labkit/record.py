@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 def record(names=(), commit=None, out=None):
     """Record experiments and labs by name (default: all) into `out` (default: labkit/recordings); return the paths.
 
-    Needs a GPU and a clean git tree, or `commit` in a copy without git. What was recorded before a failure is kept;
-    the RecordingError at the end names what failed.
+    Needs a GPU (else NoGPU) and a clean git tree, or `commit` in a copy without git (else RecordingError, as for a name that
+    is none). What was recorded before a failure is kept; the RecordingError at the end names what failed.
     """
     machine.require_gpu("recording")
     from labkit import timing
@@ -37,7 +37,10 @@ def record(names=(), commit=None, out=None):
         bar.set_description(name)
         start = time.perf_counter()
         try:
-            paths.append(save(folder / f"{name}.json", {**about, "name": name, **job()}))
+            document = {**about, "name": name, **job()}
+            if wrong := recordings.what_is_wrong(document):
+                raise RecordingError(f"what it gave {wrong}; it is not kept")
+            paths.append(save(folder / f"{name}.json", document))
         except Exception as error:  # one broken experiment must not cost the others
             failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
         bar.write(f"{'FAILED  ' if name in failed else 'recorded'} {name} in {time.perf_counter() - start:.1f} s")

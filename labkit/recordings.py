@@ -18,6 +18,7 @@ SCHEMA = 1
 FOLDER = Path(__file__).parent / "recordings"
 MEASURING = ("timing", "explain", "watch", "contents", "graphs", "buckets", "models", "architectures", "decoding", "decode", "batching", "serving",
              "trace", "vllm_runs", "isolate", "operations", "examine", "experiments")
+WRITTEN_ON = "nvidia-h200"  # the labs' prose and stored outputs are those of this GPU
 FIELDS = {"schema": int, "kind": str, "name": str, "command": str, "commit": str, "code_hash": str,
           "recorded_at": str, "machine": dict, "method": dict, "params": dict}
 
@@ -30,7 +31,7 @@ class RecordingError(Exception):
 
 
 def code_hash(source, beside=()):
-    """Return a hash of `source` and of all code it reaches by name in the measuring rooms and in the cells `beside`.
+    """Return a hash (16 hex digits) of `source` and of all code it reaches by name in the measuring rooms and in the cells `beside`.
 
     Comments, docstrings and blanks do not count, so only changed behaviour asks for a new recording.
     """
@@ -86,17 +87,20 @@ def available(name="*"):
 
 
 def chosen():
-    """Return the slug of the recordings in use: the one in LABKIT_RECORDING, else the first."""
+    """Return the slug of the recordings in use: LABKIT_RECORDING, else those that the labs were written on, else the first.
+
+    RecordingError without any, or without the one that is named.
+    """
     slugs, wish = available(), os.environ.get("LABKIT_RECORDING")
     if not slugs:
         raise RecordingError("there are no recordings here; with an NVIDIA GPU, run: python -m labkit record")
     if wish and wish not in slugs:
         raise RecordingError(f"LABKIT_RECORDING names {wish!r}, and the recordings are: {', '.join(slugs)}")
-    return wish or slugs[0]
+    return wish or (WRITTEN_ON if WRITTEN_ON in slugs else slugs[0])
 
 
 def about():
-    """Return the provenance of the newest recording in use that can be read."""
+    """Return the provenance of the newest recording in use that can be read; RecordingError where none can."""
     documents, trouble = _readable("*.json")
     if not documents:
         raise trouble
@@ -128,7 +132,7 @@ def _readable(pattern):
 def _read(path, _changed_at):
     try:
         document = json.loads(path.read_text("utf-8"), parse_constant=_no_number)
-        wrong = _what_is_wrong(document)
+        wrong = what_is_wrong(document)
     except (OSError, ValueError, RecursionError) as error:
         wrong = f"cannot be read ({error})"
     if wrong:
@@ -142,7 +146,7 @@ def _no_number(word):
     raise ValueError(f"{word} is no number that a recording may hold")
 
 
-def _what_is_wrong(document):
+def what_is_wrong(document):
     """Return what keeps a document from being a recording of this schema ("" if nothing)."""
     if not isinstance(document, dict):
         return "is not a recording"
@@ -207,7 +211,7 @@ def live_or_recorded(experiment, params, measure, source):
 
 
 def recorded(experiment, source, gpu=None):
-    """Return the recorded table of an experiment, also where labs run live, and of any GPU (a slug) that has one."""
+    """Return the recorded table of an experiment, also where labs run live, and of any GPU (a slug) that has one; else RecordingError."""
     document = load(experiment, gpu)
     return table(document["rows"], provenance(experiment, document, document["code_hash"] != code_hash(source)))
 
@@ -232,7 +236,10 @@ def cell_key(source):
 
 
 def cell_outputs(source):
-    """Return (provenance, outputs) of the recorded cell with exactly this text, or None when there is none."""
+    """Return (provenance, outputs) of the recorded cell with exactly this text, or None when there is none.
+
+    Raises RecordingError where it may stand in a recording that is damaged.
+    """
     documents, damaged = _readable("lab-*.json")
     for document in documents:
         if cell := document["cells"].get(cell_key(source)):

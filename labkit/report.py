@@ -16,7 +16,10 @@ MACHINE = {"gpu": "GPU", "sm_count": "multiprocessors", "memory_gib": "memory (G
 
 
 def page(tables, missing=None):
-    """Return the report on {experiment: table} as HTML; `missing` says why others are not in it: {experiment: reason}."""
+    """Return the report on {experiment: table} as HTML; `missing` says why others are not in it: {experiment: reason}.
+
+    Raises results.ResultsError for a page of more than LARGEST bytes.
+    """
     told = [table.attrs["provenance"] for table in tables.values()]
     about, pictures, reasons = results.machine_of(tables), [], dict(missing or {})
     verdicts, unknown = [], []
@@ -35,7 +38,7 @@ def page(tables, missing=None):
 
 
 def board(documents, left_out=()):
-    """Return {name: results} side by side as HTML, with what was left out and why."""
+    """Return {name: results} side by side as HTML, with what was left out and why; ResultsError for more than LARGEST bytes."""
     pictures = []
     for name in results.TABLES:
         if name.startswith("sweep_") and (drawn := speedups(documents, name)):

@@ -83,7 +83,7 @@ def machine_of(tables):
 
 
 def collect(tables):
-    """Return results as a document to be sent: plain JSON, small, no host names, users or paths."""
+    """Return results as a document to be sent: plain JSON, small, no host names, users or paths; ResultsError for what cannot be."""
     told, known = [table.attrs["provenance"] for table in tables.values()], {field.name for field in fields(machine.Machine)}
     dates, verdicts = [one["date"] for one in told], {
         v.claim.id: {"verdict": v.verdict, **{end: _short(getattr(v, end)) for end in ("number", "low", "high")}, "unit": v.unit}

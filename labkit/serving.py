@@ -117,7 +117,10 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def advance(self):
-        """Decode one token of each row in use, at the smallest captured size that holds them; returns them as a list."""
+        """Decode one token of each row in use, at the smallest captured size that holds them; returns them as a list of ints.
+
+        Raises ValueError where no row is in use, or one is full.
+        """
         if not self.running:
             raise ValueError("no row is in use: let a request join first")
         if (longest := max(self.running)) >= self.max_length:
@@ -140,7 +143,10 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def leave(self, row):
-        """Free a row; the last row in use moves there, so that those in use come first. Returns where that one stood."""
+        """Free a row; the last row in use moves there, so that those in use come first. Returns where that one stood.
+
+        Raises ValueError for a row that is not in use.
+        """
         last = len(self.running) - 1
         if not 0 <= row <= last:
             raise ValueError(f"row {row} is not in use: {last + 1} are")
@@ -163,12 +169,12 @@ class BatchedDecoder:
 
     @property
     def pool_bytes(self):
-        """Bytes that the pool of all graphs keeps reserved; 0 without graphs."""
+        """Return the bytes of GPU memory that the pool of all graphs keeps reserved; 0 without graphs."""
         return sum(map(pool_bytes, {graph.pool for graph in self.graphs.values()}))
 
     @property
     def capture_seconds(self):
-        """Seconds that all captures took, with their warm-up."""
+        """Return the seconds that all captures took, with their warm-up."""
         return sum(graph.capture_seconds for graph in self.graphs.values())
 
 

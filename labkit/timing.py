@@ -2,6 +2,8 @@
 
 `measure(fn)` times one callable, `compare({name: fn, ...})` several in turn, so that drift hits all alike.
 Nothing else in labkit, its labs or its tests times GPU work.
+
+The GPU's time is that between two CUDA events, which resolve about half a microsecond (CUDA Runtime API, cudaEventElapsedTime).
 """
 
 import contextlib
@@ -60,7 +62,7 @@ class Spread:
 
     @property
     def width(self):
-        """Width of the interval as a share of the median."""
+        """Return the width of the interval as a share of the median; infinite where that is 0."""
         return (self.high - self.low) / self.median if self.median else math.inf
 
 
@@ -109,7 +111,10 @@ class Comparison:
         return 0.0 if clock == "gpu_us" else max(us, (1 + _CPU_VARIES) * enqueue_us) / us - 1
 
     def difference(self, slow, fast, clock="wall_us"):
-        """Return how many microseconds `fast` saves against `slow`: a Spread, resampled by whole rounds."""
+        """Return how many microseconds `fast` saves against `slow`: a Spread, resampled by whole rounds.
+
+        Its interval is that of one process: unlike that of `ratio`, it allows for nothing that differs between processes.
+        """
         a, b = (np.array(getattr(self.measurements[name], clock).samples) for name in (slow, fast))
         return spread(a, b, np.subtract)
 
@@ -123,7 +128,7 @@ class Comparison:
 
 
 def measure(fn, *, name="call", budget_s=3.0):
-    """Time one callable that takes no argument; returns a Measurement (microseconds)."""
+    """Time one callable that takes no argument; returns a Measurement (microseconds). NoGPU without a GPU."""
     return compare({name: fn}, budget_s=budget_s)[name]
 
 
@@ -269,7 +274,10 @@ def _widest(rounds):
 
 
 def spread(a, b=None, combine=np.divide):
-    """Return the Spread of samples in time order; with `b`, of the two medians combined, resampled together."""
+    """Return the Spread of samples in time order, in their unit; with `b`, of the two medians combined, resampled together.
+
+    The same samples give the same interval: where blocks begin is drawn with a fixed seed.
+    """
     a, b = np.asarray(a, dtype=float), None if b is None else np.asarray(b, dtype=float)
     length = max(1, len(a) // _BLOCKS)
     starts = np.random.default_rng(0).integers(0, len(a) - length + 1, (_RESAMPLES, -(-len(a) // length)))

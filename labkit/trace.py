@@ -1,4 +1,7 @@
-"""One profiled call as a Trace: every piece of GPU work in order, with the CPU call that launched it."""
+"""One profiled call as a Trace: every piece of GPU work in order, with the CPU call that launched it.
+
+Read from the Chrome trace of torch.profiler, where launch and work carry the same correlation number.
+"""
 
 import json
 import tempfile
@@ -32,7 +35,7 @@ class Trace:
 
     @property
     def busy_us(self):
-        """Time the GPU spent in kernels; where two run at once, it counts once."""
+        """Return how long (µs) the GPU worked; where two kernels run at once, it counts once."""
         busy = end = 0.0
         for k in sorted(self.kernels, key=lambda k: k.start_us):
             busy += max(0.0, k.start_us + k.gpu_us - max(end, k.start_us))
@@ -41,16 +44,16 @@ class Trace:
 
     @property
     def span_us(self):
-        """Time from the first launch to the end of the last kernel."""
+        """Return the time (µs) from the first launch to the end of the last kernel."""
         return max(k.start_us + k.gpu_us for k in self.kernels)
 
     @property
     def idle_share(self):
-        """Share of the span in which the GPU had nothing to do, 0 to 1."""
+        """Return the share of the span in which the GPU had nothing to do, 0 to 1."""
         return 1 - self.busy_us / self.span_us
 
     def rows(self, **extra):
-        """Return one tidy row a kernel, in order."""
+        """Return one tidy row a kernel, in order, each with `extra`: its place `index`, and the fields of Kernel."""
         return [{**extra, "index": i, **asdict(k)} for i, k in enumerate(self.kernels)]
 
 
@@ -58,13 +61,14 @@ def record(fn, *, calls_before=3):
     """Profile one call of `fn` (no arguments), after a few that only warm up; returns its Trace.
 
     Once used, the profiler slows every later launch and replay of its process, so measure elsewhere: timing warns, and
-    experiments trace in a child process. Raises NoGPU without a GPU, RuntimeError when the call launched nothing.
+    experiments trace in a child process. Raises NoGPU without a GPU, RuntimeError when the call launched
+    nothing, or another profiler is running.
     """
     return record_each({"one call": fn}, calls_before=calls_before)["one call"]
 
 
 def record_each(calls, *, calls_before=3):
-    """Profile one call of each callable of a dict, as `record` does, in one session; returns a dict of Traces."""
+    """Profile one call of each callable of a dict in one session; returns a dict of Traces. It raises what `record` does."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -63,7 +63,8 @@ def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=
     """Run one configuration of vLLM in a process of its own; returns what it told, with what its log says, as one dict.
 
     options: keywords of vllm.LLM. model: the name or folder of a model; left out, the shape of a 1B Llama with dummy weights.
-    progress: called with each thing told, a dict. Raises VllmFailed with vLLM's last lines, also after timeout_s seconds.
+    progress: called with each thing told, a dict. Raises ModuleNotFoundError without vLLM, VllmFailed with its last lines, also
+    after timeout_s seconds.
     """
     if not installed():
         raise ModuleNotFoundError("vLLM is not installed: pip install 'labkit[vllm]'", name="vllm")
@@ -140,12 +141,18 @@ def read_log(text):
 
 
 def flags(*words):
-    """Return what vLLM's own parser of `vllm serve` makes of some words: {"enforce_eager": ..., "model": ...} or {"error": ...}."""
+    """Return what vLLM's own parser of `vllm serve` makes of some words: {"enforce_eager": ..., "model": ...} or {"error": ...}.
+
+    Raises ModuleNotFoundError without vLLM.
+    """
     return flags_of([words])[0]
 
 
 def flags_of(lines):
-    """Return the same for several lists of words, from one child process: loading the parser takes most of the time."""
+    """Return the same for several lists of words, from one child process: loading the parser takes most of the time.
+
+    Raises ModuleNotFoundError without vLLM.
+    """
     if not installed():
         raise ModuleNotFoundError("vLLM is not installed: pip install 'labkit[vllm]'", name="vllm")
     code = f"from labkit import vllm_runs; vllm_runs._parse_flags({[list(words) for words in lines]!r})"

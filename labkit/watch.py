@@ -93,7 +93,7 @@ class _Cell:
 
 
 def now(holder, key):
-    """Return what stands in a place today, None if it is gone."""
+    """Return what stands in a place, `holder[key]`, today; None if it is gone."""
     with suppress(LookupError, ValueError):
         return holder[key]
     return None

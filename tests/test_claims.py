@@ -4,7 +4,7 @@ import pytest
 from made_up import LABEL, step, table
 from vllm_cases import CASES
 
-from labkit import check, claims, experiments
+from labkit import build, check, claims, experiments
 from labkit.claims import FAILS, HOLDS, LIMITS, UNKNOWN
 
 
@@ -143,9 +143,16 @@ def test_each_rule_at_and_around_its_bounds(id, made, verdict):
 
 def test_every_claim_is_judged_above():
     marks = test_each_rule_at_and_around_its_bounds.pytestmark[0].args[1]
-    assert {id for id, _, _ in marks} == set(claims.CLAIMS)
+    assert {id for id, _, _ in marks} == set(claims.CLAIMS), "each claim needs tables above, and each table a claim"
     for id in claims.CLAIMS:
-        assert len({verdict for name, _, verdict in marks if name == id}) == (2 if id == "limit-1" else 3)
+        verdicts = {verdict for name, _, verdict in marks if name == id}
+        assert len(verdicts) == (2 if id == "limit-1" else 3), f"of {id}, the tables above give {verdicts} only"
+
+
+@pytest.mark.parametrize("id", claims.CLAIMS)
+def test_every_claim_is_judged_in_its_lab(id):
+    code = "\n".join(cell for path in build.solutions() if path.name.startswith(claims.CLAIMS[id].lab) for cell in build.code_cells(path))
+    assert f'"{id}"' in code and "check.claim(" in code
 
 
 def test_an_overlap_of_bounds_and_words():

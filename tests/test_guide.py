@@ -1,9 +1,12 @@
 """Routes add up, name sections that exist, and fit their time; the guide and the README say what the labs say."""
 
+import io
 import re
 
 import nbformat
+import numpy as np
 import pytest
+from PIL import Image
 
 from labkit import __main__ as cli
 from labkit import build, guide
@@ -98,3 +101,9 @@ def test_the_page_to_print_stands_alone(tmp_path, monkeypatch, capsys):
     assert "Written: nothing" in capsys.readouterr().out and not re.search(r'(src|href)="http', page)
     assert page.count("<table>") >= 1 + len(guide.ROUTES) and 'lang="en"' in page and "{{" not in page
     assert all(lab.title in page for lab in guide.labs()) and page.count("<h2") == 4 - 1 + len(guide.labs())
+
+
+def test_the_readmes_pictures_show_what_is_recorded():
+    for path, chart in guide.pictures().items():
+        drawn, kept = (np.asarray(Image.open(source).convert("RGB"), float) for source in (io.BytesIO(chart.png), path))
+        assert drawn.shape == kept.shape and np.abs(drawn - kept).mean() < 1, f"{path.name}: run python -m labkit guide"  # of 255

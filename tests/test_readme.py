@@ -1,15 +1,18 @@
-"""What the README says exists: commands, files, labs with their minutes, names in code, environment variables."""
+"""What the README and the page on measuring say exists: commands, files, labs with their minutes, names in code, variables."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 from labkit import __main__ as cli
-from labkit import build
+from labkit import build, experiments, timing
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
+METHOD = (build.NOTEBOOKS / "HOW_WE_MEASURE.md").read_text("utf-8")
+FILES = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", METHOD, re.M))
 
 
 def test_every_link_into_the_repository_leads_somewhere():
@@ -42,3 +45,35 @@ def test_variables_are_read_somewhere():
     code = "".join(path.read_text("utf-8") for path in (ROOT / "labkit").glob("*.py"))
     variables = set(re.findall(r"LABKIT_\w+", README))
     assert variables and {name for name in variables if f'"{name}"' not in code} == set()
+
+
+def names_in(path):
+    """Return what a file of Python defines: functions, Class.method, and names that stand before a =."""
+    found = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign):
+            found |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found |= {node.name, *(f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef))}
+    return found
+
+
+@pytest.mark.parametrize("name, where", sorted(set(re.findall(r"\[`([^`]+)`\]\[([\w-]+)\]", METHOD))))
+def test_the_page_on_measuring_names_lines_and_tests_that_exist(name, where):
+    path = build.NOTEBOOKS / FILES[where]
+    assert path.exists() and (path.suffix != ".py" or name in names_in(path))
+
+
+def test_the_page_on_measuring_has_no_link_astray_and_the_constants_of_the_clock():
+    used = set(re.findall(r"\]\[([\w-]+)\]", METHOD))
+    assert used == set(FILES) and len(used) > 10
+    constants = re.findall(r"`(_[A-Z_]+) = ([\d.]+)`", METHOD)
+    assert len(constants) > 3 and [getattr(timing, name) for name, _ in constants] == [float(value) for _, value in constants]
+
+
+@pytest.mark.parametrize("line", re.findall(r"^\.venv/bin/python (.*?)(?:\s+#.*)?$", METHOD, re.M))
+def test_the_page_on_measuring_has_commands_that_there_are(line, capsys):
+    if called := re.search(r"experiments\.(\w+)\(\)", line):
+        assert called[1] in experiments.EXPERIMENTS
+    else:
+        assert (words := line.removeprefix("-m labkit ").split()) and cli.parser().parse_args(words)

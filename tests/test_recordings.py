@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labkit import build, experiments, isolate, machine, record, recordings
+from labkit import build, experiments, machine, record, recordings, timing
 from labkit.recordings import RecordingError
 
 HERE = machine.Machine(gpu="NVIDIA Test", cpu="a CPU", cores=2, os="Linux", python="3", torch="2", transformers="5", labkit="0")
@@ -138,6 +138,9 @@ def test_missing_recordings_and_unknown_gpus_are_named(folder, monkeypatch):
         recordings.load("other")
     write(folder, slug="nvidia-a")
     assert recordings.available() == ["nvidia-a", "nvidia-test"] and recordings.chosen() == "nvidia-a"
+    write(folder, slug=recordings.WRITTEN_ON)
+    assert recordings.available()[0] == "nvidia-a" and recordings.chosen() == recordings.WRITTEN_ON  # what the labs' prose is about
+    shutil.rmtree(folder / recordings.WRITTEN_ON)
     monkeypatch.setenv("LABKIT_RECORDING", "nvidia-test")
     assert recordings.chosen() == "nvidia-test"
     monkeypatch.setenv("LABKIT_RECORDING", "nvidia-z")
@@ -234,6 +237,16 @@ def test_a_failure_costs_only_itself_and_is_named(gpu, tmp_path):
         record.record(commit="abc1234", out=tmp_path / "out")
     assert [p.name for p in tmp_path.glob("out/nvidia-test/*")] == ["tiny.json"]
     assert not gpu.exists()
+
+
+@pytest.mark.parametrize("rows, wrong", [([], "has no rows"), (None, "wrong field 'rows'"), ([1], "are no dicts")])
+def test_what_could_not_be_read_back_is_not_recorded(gpu, rows, wrong):
+    write(gpu)
+    before = (gpu / "nvidia-test" / "tiny.json").read_bytes()
+    experiments.EXPERIMENTS |= {"tiny": experiment(lambda: rows)}
+    with pytest.raises(RecordingError, match=f"tiny .what it gave .*{wrong}"):
+        record.record(commit="abc1234")
+    assert (gpu / "nvidia-test" / "tiny.json").read_bytes() == before
 
 
 def test_names_choose_what_is_recorded_and_unknown_ones_are_refused(gpu):
@@ -348,18 +361,27 @@ def test_every_experiment_and_lab_is_recorded():
     labs = [path for path in build.solutions() if any(map(recordings.is_recorded, build.code_cells(path)))]
     wanted = {*experiments.EXPERIMENTS, *(f"lab-{path.stem}" for path in labs)}
     for slug in recordings.available():
-        assert wanted == {path.stem for path in EVERY if path.parent.name == slug}
+        kept = {path.stem for path in EVERY if path.parent.name == slug}
+        missing, stray = (" ".join(sorted(name.removeprefix("lab-") for name in names)) for names in (wanted - kept, kept - wanted))
+        assert not missing, f"not recorded on {slug}: python -m labkit record {missing}"
+        assert not stray, f"recorded on {slug}, and nothing here is called so: {stray}"
 
 
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_numbers_follow_from_their_samples(path):
-    """A number changed by hand no longer is the median of the samples beside it."""
+    """A number changed by hand no longer is the median of the samples beside it, nor is its interval theirs."""
     other = {"eager": "eager_wall_us", "graph": "graph_wall_us", "eager gpu_us": "gpu_us", "enqueue_us": "cost_us"}
     for row in json.loads(path.read_text("utf-8")).get("rows", ()):
+        if "speedup" in row and {"eager", "graph"} <= row.get("samples", {}).keys():
+            eager, graph = (statistics.median(row["samples"][how]) for how in ("eager", "graph"))
+            assert row["speedup"] == pytest.approx(eager / graph, rel=1e-4) and row["speedup_low"] < row["speedup"] < row["speedup_high"]
         for key, samples in row.get("samples", {}).items():
             column = key if key in row else other.get(key)
             if column in row:
                 assert row[column] == pytest.approx(statistics.median(samples), abs=1e-3), (row, column)
+                spread = timing.spread(samples)  # the same samples give the same interval
+                ends = [row.get(f"{column}{end}", wanted) for end, wanted in (("_low", spread.low), ("_high", spread.high))]
+                assert ends == pytest.approx([spread.low, spread.high], abs=1e-3, rel=1e-6), (row, column)
 
 
 @pytest.mark.parametrize("change, wrong", [

@@ -1,4 +1,7 @@
-"""Charts: a table in, a picture with a description in words and a line saying where its numbers come from out."""
+"""Charts: a table in, a picture with a description in words and a line saying where its numbers come from out.
+
+Each raises ValueError, in words, for a table that it cannot draw (see canvas.require).
+"""
 
 from labkit.charts.canvas import BLUE, DPI, ORANGE, PIXELS, SERIES, Chart, time
 from labkit.charts.drawing import bars, compare, durations, graph_drawing, lines, outcomes, timeline

@@ -44,7 +44,7 @@ class Chart:
 
     @property
     def width(self):
-        """Pixels across, as shown."""
+        """Return how many pixels it is across, as shown."""
         return int.from_bytes(self.png[16:20], "big") * PIXELS // self.dpi
 
     def _repr_mimebundle_(self, include=None, exclude=None):

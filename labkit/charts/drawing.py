@@ -51,7 +51,10 @@ def bars(table, label, value, by=None, title=None, value_label=None):
 
 
 def outcomes(table, group, result, what="rows", title=None):
-    """Draw how the rows (`what` they are) of each group came out, as stacked bars; most of the rarer outcomes first."""
+    """Draw how the rows (`what` they are) of each group came out, as stacked bars; most of the rarer outcomes first.
+
+    Raises ValueError for more different outcomes than there are colours.
+    """
     require(table, group, result)
     counts = pd.crosstab(table[group].fillna("none").astype(str), table[result].fillna("none").astype(str))
     if len(counts.columns) > len(SERIES):
@@ -97,7 +100,7 @@ def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_la
 
 
 def timeline(table, window_us=None, title=None, dpi=DPI):
-    """Draw when the CPU launches and when the GPU works; `window_us` zooms in on that long a start."""
+    """Draw when the CPU launches and when the GPU works; `window_us` (microseconds) zooms in on that long a start."""
     require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
     parts = list(table.groupby("how", sort=False)) if "how" in table else [("", table)]
     figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.07, 0.62, 0.53, 0.36), dpi)
@@ -109,7 +112,10 @@ def timeline(table, window_us=None, title=None, dpi=DPI):
 
 
 def durations(table, title=None):
-    """Draw how long the kernels of one step work, as a histogram over GPU time (microseconds, log scale)."""
+    """Draw how long the kernels of one step work, as a histogram over GPU time (microseconds, log scale).
+
+    Raises ValueError without kernels.
+    """
     require(table, "name", "gpu_us")
     if "how" in table:  # a graph replays the same kernels: counting them twice would say nothing new
         table = table[table["how"] == table["how"].iloc[0]]

@@ -138,7 +138,10 @@ def measured(table):
 
 
 def floors_of(table, ceilings):
-    """Return the least time (µs) of each row's bytes ("read") and FLOPs ("multiply") at the ceilings of its precision."""
+    """Return the least time (µs) of each row's bytes ("read") and FLOPs ("multiply") at the ceilings of its precision.
+
+    Raises ValueError where the ceilings lack one.
+    """
     precision = table["precision"].iloc[0]
 
     def per_second(what):
@@ -152,7 +155,7 @@ def floors_of(table, ceilings):
 
 
 def first_low_overhead(done, share=0.1):
-    """Return the first batch at which graph time saves less than this share of eager time, or None."""
+    """Return the first batch at which a graph saves less than this share (0 to 1) of eager time, or None."""
     low = done[1 - done["graph_wall_us"] / done["eager_wall_us"] < share]
     return None if low.empty else int(low["batch"].iloc[0])
 

@@ -5,7 +5,10 @@ from labkit.experiments.registry import apart, as_pair, cells, compare_pairs, ex
 
 @experiment
 def graph_contents():
-    """List the nodes of the graph of one transformer block and what each waits for."""
+    """List the nodes of the graph of one transformer block and what each waits for.
+
+    A row for each node: its `kind`, a kernel's `name` and `grid` (blocks), and the nodes it comes `after`.
+    """
     from labkit import models
 
     _, graph = as_pair(*models.build("transformer", layers=1))
@@ -15,7 +18,10 @@ def graph_contents():
 
 @experiment
 def replay_cost():
-    """Time the replay of graphs of 1 to 10,000 nodes, each node one tiny addition."""
+    """Time the replay of graphs of 1 to 10,000 nodes, each node one tiny addition.
+
+    A row for each graph: its `nodes` and Measurement.row().
+    """
     import torch
 
     from labkit import graphs, timing
@@ -32,7 +38,10 @@ def replay_cost():
 
 @experiment
 def capture_cost():
-    """Compare the one-off cost of a capture, seconds and bytes, with what each replay saves."""
+    """Compare the one-off cost of a capture, seconds and bytes, with what each replay saves.
+
+    A row for each depth: capture_s, pool_bytes, saving_us, and break_even_calls, None where nothing is saved.
+    """
     from labkit import models
 
     as_pair(*models.build("transformer", layers=1))  # the first capture of a process also loads libraries
@@ -48,7 +57,10 @@ def capture_cost():
 
 @experiment
 def grad_pools():
-    """Capture a transformer whose weights ask for gradients with autograd on, off, and in inference mode: pool bytes."""
+    """Capture a transformer whose weights ask for gradients with autograd on, off, and in inference mode: pool bytes.
+
+    A row for each mode, `how`: pool_bytes, the wall time of a replay, and whether the result has a grad_fn.
+    """
     import torch
 
     from labkit import contents, models, timing
@@ -71,7 +83,10 @@ def grad_pools():
 @experiment
 @apart
 def same_operations():
-    """Check that a replay runs the same kernels as eager mode, in the same order, and returns the same bits."""
+    """Check that a replay runs the same kernels as eager mode, in the same order, and returns the same bits.
+
+    A row for each `check`: its `result`, true or false, and a `detail` in words.
+    """
     import torch
 
     from labkit import models, trace
@@ -91,7 +106,10 @@ def same_operations():
 
 @experiment
 def warm_up_cold():
-    """Try, each in a fresh process, to capture operations that were never called before: cold, and warmed up once."""
+    """Try, each in a fresh process, to capture operations that were never called before: cold, and warmed up once.
+
+    A row for each operation, `what`, and number of warm_ups (0, 1, 3): whether it was `captured`, and the `cause` if not.
+    """
     from labkit import isolate
 
     setups = {"addition": "x = torch.randn(64, 64, device='cuda')\nop = lambda: x + x",
@@ -113,7 +131,10 @@ def warm_up_cold():
 
 @experiment
 def static_traps():
-    """Fall into the traps of static buffers with raw PyTorch: what one would expect, and what came out."""
+    """Fall into the traps of static buffers with raw PyTorch: what one would expect, and what came out.
+
+    A row for each `trap`: what was `expected`, what one `got`, and whether anything was `raised`.
+    """
     import torch
 
     from labkit import graphs
@@ -149,7 +170,10 @@ def static_traps():
 
 @experiment
 def wrapper_cost():
-    """Compare the wrapper's cost on the 24 x 1,024 MLP, batch 1, new input each call: by hand, ours, PyTorch's own two."""
+    """Compare the wrapper's cost on the 24 x 1,024 MLP, batch 1, new input each call: by hand, ours, PyTorch's own two.
+
+    A row for each way: Measurement.row(), its `speedup` over make_graphed_callables, and python_us, the enqueue_us beyond by hand.
+    """
     import torch
 
     from labkit import graphs, models, timing

@@ -9,7 +9,10 @@ from labkit.experiments.registry import answer_of, cells, experiment
 
 @experiment
 def padding_cost():
-    """Time a causal transformer (12 layers, width 1,024, batch 1) at many lengths: eager, its own graph, a padded one."""
+    """Time a causal transformer (12 layers, width 1,024, batch 1) at many lengths: eager, its own graph, a padded one.
+
+    A row for each `length` (tokens): the `size` it is padded to, the share of padding, and the three wall times.
+    """
     import torch
 
     from labkit import buckets, graphs, models, timing
@@ -35,7 +38,10 @@ def padding_cost():
 
 @experiment
 def bucket_pools():
-    """Capture one graph for each of eight lengths of a causal transformer: bytes kept, by pools and order of capture."""
+    """Capture one graph for each of eight lengths of a causal transformer: bytes kept, by pools and order of capture.
+
+    A row for each capture, by `how`: the `graphs` so far and the pool_bytes of all of them.
+    """
     import torch
 
     from labkit import graphs, models
@@ -57,7 +63,10 @@ def bucket_pools():
 
 @experiment
 def branch_cost():
-    """Time a step that takes one of two networks, by a number on the GPU: eager, both with torch.where, a graph each."""
+    """Time a step that takes one of two networks, by a number on the GPU: eager, both with torch.where, a graph each.
+
+    A row for each way: Measurement.row() and its `speedup` over the first.
+    """
     import torch
 
     from labkit import graphs, models
@@ -74,7 +83,10 @@ def branch_cost():
 
 @experiment
 def sync_cost():
-    """Time 24 layers whose middle is scaled by its own largest value, read by the CPU, or kept on the GPU."""
+    """Time 24 layers whose middle is scaled by its own largest value, read by the CPU, or kept on the GPU.
+
+    A row for each way: Measurement.row() and its `speedup` over the first.
+    """
     from labkit import graphs, models
 
     (first, x), (second, _) = (models.build("mlp", layers=12) for _ in range(2))
@@ -106,7 +118,10 @@ def _walls_of(calls):
 
 @experiment
 def kept_memory():
-    """Follow the GPU memory that stays reserved when graphs are made, share a pool, and are thrown away."""
+    """Follow the GPU memory that stays reserved when graphs are made, share a pool, and are thrown away.
+
+    A row for each event, `what`: reserved_bytes beyond those at the beginning.
+    """
     import torch
 
     from labkit import graphs, models
@@ -139,7 +154,10 @@ def kept_memory():
 
 @experiment
 def operation_table():
-    """Try to capture each operation of operations.csv, each in a fresh process, and a way round each that fails."""
+    """Try to capture each operation of operations.csv, each in a fresh process, and a way round each that fails.
+
+    A row for each operation: what operations.capture_trial() says of it, and of the way round.
+    """
     from tqdm import tqdm
 
     tried, threads, stop = operations.listed(), ThreadPoolExecutor(4), threading.Event()

@@ -5,14 +5,20 @@ from labkit.experiments.registry import apart, as_pair, cells, compare_pairs, ex
 
 @experiment
 def first_win():
-    """Time 24 linear layers, 1,024 wide, batch 1, float16, eager and as a graph (copy in, replay, clone out)."""
+    """Time 24 linear layers, 1,024 wide, batch 1, float16, eager and as a graph (copy in, replay, clone out).
+
+    A row for each of the two: Measurement.row(), its `speedup` over eager, and the graph's `kernels`.
+    """
     (_, graph, both), = compare_pairs([("mlp", {"kind": "mlp"})], budget_s=4, target=0.02)
     return both.rows("eager", kernels=len(graph.kernel_names))
 
 
 @experiment
 def repeatability():
-    """Measure first_win in six fresh processes, one after the other: how far do their speedups agree?"""
+    """Measure first_win in six fresh processes, one after the other: how far do their speedups agree?
+
+    A row for each process, `run`: its `speedup` with its interval, and the medians eager_wall_us and graph_wall_us.
+    """
     from tqdm import tqdm
 
     rows = []
@@ -26,7 +32,10 @@ def repeatability():
 @experiment
 @apart
 def launch_trace():
-    """Profile 500 launches of one tiny kernel: how long each launch call keeps the CPU (profiler included)."""
+    """Profile 500 launches of one tiny kernel: how long each launch call keeps the CPU (profiler included).
+
+    A row for each launch: Trace.rows().
+    """
     import torch
 
     from labkit import trace
@@ -37,7 +46,10 @@ def launch_trace():
 
 @experiment
 def launch_cost():
-    """Take the cost of launching one kernel apart: the driver's call, then PyTorch operations that launch one."""
+    """Take the cost of launching one kernel apart: the driver's call, then PyTorch operations that launch one.
+
+    A row for each call, `what`: `cost_us` of CPU time, its `layer` (driver or torch), and the `kernels` it launches.
+    """
     import torch
     from torch.nn import functional as F
 
@@ -80,7 +92,10 @@ def _bare_launch(graph):
 
 @experiment
 def profiler_cost():
-    """Time the same step in fresh processes, with and without one run of PyTorch's profiler before, in turns."""
+    """Time the same step in fresh processes, with and without one run of PyTorch's profiler before, in turns.
+
+    A row for each process and each of eager and a bare replay: Measurement.row(), and whether it was `profiled` before.
+    """
     rows = [row for run in range(4) for profiled in (False, True) for row in in_child(_step_after, {"profiled": profiled})]
     return [row | {"how": f"{row['name']}, {'after profiling once' if row['profiled'] else 'never profiled'}"} for row in rows]
 
@@ -101,7 +116,10 @@ def _step_after(profiled):
 
 @experiment
 def matmul_crossover():
-    """Time one float16 matrix product, square, from tiny to large: CPU time to enqueue it against GPU time."""
+    """Time one float16 matrix product, square, from tiny to large: CPU time to enqueue it against GPU time.
+
+    A row for each `size`: Measurement.row().
+    """
     import torch
 
     from labkit import timing
@@ -118,7 +136,10 @@ def matmul_crossover():
 @experiment
 @apart
 def step_trace():
-    """Profile one step of a 24-layer transformer (width 1,024, 128 tokens, batch 1, float16), eager and as a graph."""
+    """Profile one step of a 24-layer transformer (width 1,024, 128 tokens, batch 1, float16), eager and as a graph.
+
+    A row for each kernel, copy or fill, by `how`: Trace.rows().
+    """
     import torch
 
     from labkit import models, trace
@@ -130,7 +151,10 @@ def step_trace():
 
 @experiment
 def step_saving():
-    """Compare what a graph saves per step with what kernels times launch cost would predict."""
+    """Compare what a graph saves per step with what kernels times launch cost would predict.
+
+    A row for each model: wall times, saving_us, the `kernels`, and predicted_saving_us: those times launch_us.
+    """
     import torch
 
     from labkit import graphs, timing
@@ -156,7 +180,10 @@ def step_saving():
 
 @experiment
 def idle_sweep():
-    """Sweep layers, width and batch of the transformer (32 tokens, float16): how long is the GPU idle in eager mode?"""
+    """Sweep layers, width and batch of the transformer (32 tokens, float16): how long is the GPU idle in eager mode?
+
+    A row for each point: wall times, gpu_us of eager, and idle_share: 1 less gpu_us over wall time, 0 to 1.
+    """
     from labkit import timing
 
     points = [(layers, width, batch) for layers in (2, 8, 24) for width in (256, 512, 1024, 2048) for batch in (1, 8, 64)]

@@ -14,25 +14,37 @@ _sweeping = threading.Lock()  # held while a sweep yields points, so that two ex
 
 @experiment
 def sweep_mlp():
-    """Sweep the batch of linear layers: 24 of width 1,024, and 6 of width 2,048, which have as many weights."""
+    """Sweep the batch of linear layers: 24 of width 1,024, and 6 of width 2,048, which have as many weights.
+
+    A row for each batch of a curve: see sweep_points.
+    """
     return _sweep("mlp", [(24, 1024, 1), (6, 2048, 1)])
 
 
 @experiment
 def sweep_transformer():
-    """Sweep the batch of transformer blocks, 64 tokens: 24 of width 512, and 6 of width 1,024, which have as many weights."""
+    """Sweep the batch of transformer blocks, 64 tokens: 24 of width 512, and 6 of width 1,024, which have as many weights.
+
+    A row for each batch of a curve: see sweep_points.
+    """
     return _sweep("transformer", [(24, 512, 64), (6, 1024, 64)])
 
 
 @experiment
 def sweep_gpt2():
-    """Sweep the batch of a decode step of GPT-2 small, 128 and 1,024 tokens of context."""
+    """Sweep the batch of a decode step of GPT-2 small, 128 and 1,024 tokens of context.
+
+    A row for each batch of a curve: see sweep_points.
+    """
     return _sweep("gpt2", [(12, 768, 128), (12, 768, 1024)])
 
 
 @experiment
 def sweep_llama():
-    """Sweep the batch of a decode step in the shape of Llama 3, with 0.3, 1.5 and 8 billion weights, 128 tokens of context."""
+    """Sweep the batch of a decode step in the shape of Llama 3, with 0.3, 1.5 and 8 billion weights, 128 tokens of context.
+
+    A row for each batch of a curve: see sweep_points.
+    """
     return _sweep("llama", [(12, 768, 128), (16, 2048, 128), (32, 4096, 128)])
 
 
@@ -45,6 +57,8 @@ def _sweep(model, sizes):
 def sweep_points(model, layers, width, length, precision, batches=BATCHES):
     """Measure a step, eager and as a graph, at one batch after the other: yields a row as soon as it is measured.
 
+    A row has the wall times of both, their `speedup`, gpu_us of the graph, enqueue times, `kernels`, the `bytes` that a step must
+    move and the `flops` of its matrix products.
     Then a child process profiles them all, and each measured row comes again with its traces; until then, sentences come.
     A batch that does not fit has its reason in `skipped`. length: tokens of a transformer step, context of a decode step
     (gpt2, llama). Raises ValueError for an unknown model, size or precision, NoGPU without a GPU.
@@ -251,7 +265,10 @@ def _traces(points):
 
 @experiment
 def launch_constants():
-    """Time chains of a matrix product, an addition and a GELU, as a graph and launched by hand: what each kernel adds."""
+    """Time chains of a matrix product, an addition and a GELU, as a graph and launched by hand: what each kernel adds.
+
+    A row for each chain, by `how`: its `nodes`, its three times, and kernels_us, how long its kernels work by a profile.
+    """
     import torch
 
     from labkit import timing
@@ -299,7 +316,10 @@ def _chain_kernels():
 
 @experiment
 def ceilings():
-    """Measure what this GPU can do at most: bytes read a second by a large sum, FLOPs a second of a large matrix product."""
+    """Measure what this GPU can do at most: bytes read a second by a large sum, FLOPs a second of a large matrix product.
+
+    A row for each of them, `what`, and each `precision`: per_second, by gpu_us.
+    """
     import torch
 
     from labkit import timing

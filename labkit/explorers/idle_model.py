@@ -11,6 +11,7 @@ class IdleModel(HasTraits):
     """One row of the idle sweep, picked by layers, width and batch; a value not measured moves to the nearest one.
 
     Out come `summary` (words) and `bars`: (name, wall time in us, share of it the GPU works) for eager and graph.
+    Raises ValueError for a table without rows, or without a column of theirs.
     """
     layers, width, batch = Int(), Int(), Int()
     summary = Unicode()

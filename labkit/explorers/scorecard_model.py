@@ -15,6 +15,7 @@ class ScorecardModel(HasTraits):
 
     Tables that come are put into `tables`, so that what was measured stays when a scorecard is made again. verdicts: a Verdict for each
     claim, in order; missing: {experiment: why it has no table}. `shown` counts what changed: look at it to draw again.
+    Raises ValueError for a guess that is none, or for no claim.
     """
     verdicts, missing = Any(()), Any()
     status, busy, shown = Unicode(), Bool(), Int()

@@ -102,7 +102,7 @@ class SweepModel(HasTraits):
     """One curve over batch sizes from one of several sources ({name: Recorded or Live}), and one point of it.
 
     A value that the source does not have moves to the nearest that it has, and `note` says so. `shown` counts what changed
-    on the whole: look at it to draw again.
+    on the whole: look at it to draw again. Raises ValueError without a source, or for a wish that no control has.
     """
     gpu, model, precision, view = Unicode(), Unicode(), Unicode(), Unicode(VIEWS[0])
     layers, width, length, batch = Int(), Int(), Int(), Int(1)
@@ -125,10 +125,12 @@ class SweepModel(HasTraits):
 
     @property
     def source(self):
+        """Return the chosen source: a Recorded or a Live."""
         return self.sources[self.gpu]
 
     @property
     def key(self):
+        """Return the chosen curve: (model, layers, width, length, precision)."""
         return tuple(getattr(self, name) for name in CURVE)
 
     def options(self, name):

@@ -34,7 +34,10 @@ def explore(*, sources=None, still=True, **wishes):
 
 
 def at_hand():
-    """Return the sources that this machine offers, {name: source}: measuring here first, then each recorded GPU that can be read."""
+    """Return the sources that this machine offers, {name: source}: measuring here first, then each recorded GPU that can be read.
+
+    Where there is none, the trouble with the last is raised (a RecordingError, say).
+    """
     slugs = sorted({slug for model in charts.MODELS for slug in recordings.available(f"sweep_{model}")},
                    key=lambda slug: (slug != recordings.chosen(), slug))
     found, trouble = {}, None

@@ -14,6 +14,7 @@ class WhatIfModel(HasTraits):
     """One traced row of sweeps, picked by `curve` (words) and batch, with CPU, GPU and number of layers changed by factors.
 
     Out come `times`, (name, predicted time in us) for eager and graph as it is and as it would be, and `summary` (words).
+    Raises ValueError for a table without traces, for a curve that is not in it, or a factor that no slider has.
     """
     curve, batch = Unicode(), Int()
     cpu, gpu, more_layers = Float(1.0), Float(1.0), Int(1)
