@@ -16,7 +16,10 @@ QUESTION = "Explain in three short sentences why the sky is blue."
 
 @experiment
 def prefill_cost():
-    """Run 1 to 4,096 tokens of one text through a model in one pass, eager and as a graph: what it costs CPU and GPU."""
+    """Run 1 to 4,096 tokens of one text through a model in one pass, eager and as a graph: what it costs CPU and GPU.
+
+    A row for each model and number of tokens: the CPU's time to send the pass, the GPU's, and both wall times.
+    """
     import torch
 
     from labkit import timing
@@ -76,19 +79,28 @@ def decode_ladder():
 
 @experiment
 def ladder_gpt2():
-    """Time a decode step of GPT-2 on each rung, from what people run to the floor: its bytes at the speed of a large sum."""
+    """Time a decode step of GPT-2 on each rung, from what people run to the floor: its bytes at the speed of a large sum.
+
+    A row for each batch, context and rung: its time, its share of the floor, and of a captured one its kernels, nodes, capture and pool.
+    """
     return _ladder("GPT-2")
 
 
 @experiment
 def ladder_llama_1b():
-    """Time a decode step of a Llama of 1.5 billion weights on each rung, from what people run to the floor."""
+    """Time a decode step of a Llama of 1.5 billion weights on each rung, from what people run to the floor.
+
+    A row for each batch, context and rung, as ladder_gpt2 has them.
+    """
     return _ladder("Llama 1B")
 
 
 @experiment
 def ladder_llama_8b():
-    """Time a decode step of a Llama of 8 billion weights on each rung, from what people run to the floor."""
+    """Time a decode step of a Llama of 8 billion weights on each rung, from what people run to the floor.
+
+    A row for each batch, context and rung, as ladder_gpt2 has them.
+    """
     return _ladder("Llama 8B")
 
 
@@ -247,7 +259,10 @@ def _kernels(traced, most=8):
 
 @experiment
 def generate_speed():
-    """Write 32 tokens after a prompt of 32: generate(), generate() with its own static cache, GraphedDecoder, and that compiled."""
+    """Write 32 tokens after a prompt of 32: generate(), generate() with its own static cache, GraphedDecoder, and that compiled.
+
+    A row for each model and way to write: its time, and how many tokens are those of generate(), from the first on.
+    """
     return [row for name in ("GPT-2", "Llama 8B") for row in _writing(name)]
 
 
@@ -290,7 +305,10 @@ def _writing(name):
 
 @experiment
 def article_benchmark():
-    """Compare a decode step with its graph as the article does, one loop of each, once, and as we do, in rounds."""
+    """Compare a decode step with its graph as the article does, one loop of each, once, and as we do, in rounds.
+
+    A row for each size, batch and way to measure: both times and the speedup.
+    """
     import torch
 
     from labkit import decode, timing
@@ -315,7 +333,10 @@ def article_benchmark():
 
 @experiment
 def streamed_text():
-    """Let SmolLM2-135M answer a question, eager by generate() and by replays: when each token came."""
+    """Let SmolLM2-135M answer a question, eager by generate() and by replays: when each token came.
+
+    A row for each new token of each way: when it came, and the text that it adds.
+    """
     import torch
 
     from labkit import decode, models, timing
@@ -363,7 +384,10 @@ class _Streamer:
 
 @experiment
 def architecture_table():
-    """Try each causal LM of transformers, tiny: does a static cache decode as generate() does, does its step replay, and right?"""
+    """Try each causal LM of transformers, tiny: does a static cache decode as generate() does, does its step replay, and right?
+
+    A row for each architecture: what came of it by hand and by GraphedDecoder, and the first cause where it failed.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     from tqdm import tqdm
@@ -479,7 +503,10 @@ def _by_decoder(name, device="cuda", new=16):
 
 @experiment
 def architecture_speeds():
-    """Time the decoder's step of each tiny architecture at batch 1, eager and as a graph."""
+    """Time the decoder's step of each tiny architecture at batch 1, eager and as a graph.
+
+    A row for each architecture that decodes: both times of a step and the speedup.
+    """
     return in_child(_speeds, timeout_s=560)
 
 

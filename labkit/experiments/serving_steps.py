@@ -36,6 +36,7 @@ def trace_at(rate, seed=0):
 def serving_ways():
     """Serve the same requests, at three rates, eager and with graphs for four lists of sizes: times, padding, memory, capture.
 
+    A row for each way, rate and round: the summary of the trace as it was served, the sizes, their memory and capture.
     The chosen sizes are as many as the powers of two, and chosen from the steps of other requests at the same rates.
     """
     import torch
@@ -91,7 +92,10 @@ def served_once(decoder, trace, clock=None):
 
 @experiment
 def serving_step_cost():
-    """Time one step of our loop, the reading of its tokens included, with 1 to 128 requests at 80 tokens: eager, and as a graph."""
+    """Time one step of our loop, the reading of its tokens included, with 1 to 128 requests at 80 tokens: eager, and as a graph.
+
+    A row for each way and batch: the time of a step.
+    """
     import torch
 
     from labkit import serving, timing
@@ -122,6 +126,7 @@ def step_of_loop(decoder, batch):
 def serving_pools():
     """Capture a step of our loop at each of vLLM's sizes up to 128: bytes kept, in one pool and in many, by order of capture.
 
+    A row for each capture of each way: the bytes that the pools so far keep, and that the GPU has less.
     The last way hands the logits out, (size, vocabulary), which then keep their place in the pool.
     """
     import torch
@@ -148,7 +153,10 @@ def serving_pools():
 
 @experiment
 def serving_prefill():
-    """Time a prefill of one prompt, and of four in one pass: eager, whole graphs padded to a size, and graphs around attention."""
+    """Time a prefill of one prompt, and of four in one pass: eager, whole graphs padded to a size, and graphs around attention.
+
+    A row for each number of tokens, of prompts, and way: its time, its graphs and their memory, and how far its logits are off.
+    """
     import torch
 
     from labkit import buckets, serving, timing
@@ -198,7 +206,11 @@ def whole_prefill(pieces, bucketed):
 
 @experiment
 def vllm_table():
-    """Run vLLM itself in each of its configurations, each in a process of its own: time per step, sizes, memory, its log lines."""
+    """Run vLLM itself in each of its configurations, each in a process of its own: time per step, sizes, memory, its log lines.
+
+    A row for each configuration and batch: the time of a step, beside what the configuration told at its start and in its log.
+    A configuration that fails is left out, aloud. Raises ModuleNotFoundError without vLLM, VllmFailed where all fail.
+    """
     import gc
 
     if not vllm_runs.installed():
@@ -227,7 +239,10 @@ def vllm_table():
 
 @experiment
 def vllm_flags():
-    """Let vLLM's own parser read what the article types, and what is right: which enforce_eager and which model come out."""
+    """Let vLLM's own parser read what the article types, and what is right: which enforce_eager and which model come out.
+
+    A row for each list of words: what was meant by it, and what the parser made of it.
+    """
     from importlib.metadata import version
 
     answers = vllm_runs.flags_of([words for _, words, _ in FLAGS])

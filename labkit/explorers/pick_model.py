@@ -9,6 +9,7 @@ class PickModel(HasTraits):
     """The rows of a table at one point: where its columns `by` have the values of `picked`.
 
     What a column offers depends on those before it in `by`; a value that was not measured moves to the nearest one.
+    Raises ValueError for an empty table, or one without these columns.
     """
     picked, options, rows = Dict(), Dict(), Any()
 
@@ -21,7 +22,7 @@ class PickModel(HasTraits):
         self.pick(**wishes)
 
     def pick(self, **values):
-        """Pick values of some columns; the others stay as they are, or as near to it as was measured."""
+        """Pick values of some columns; the others stay as they are, or as near to it as was measured; ValueError for one that is none."""
         if unknown := values.keys() - set(self.by):
             raise ValueError(f"no column to pick by is called {', '.join(unknown)}; there are: {', '.join(self.by)}")
         wanted, picked, options, rows = self.picked | values, {}, {}, self.table

@@ -19,6 +19,7 @@ class ServeModel(HasTraits):
 
     ways, steps, pools: the tables of serving_ways, serving_step_cost and serving_pools. `options` has what each input offers;
     out come `row` (the numbers of this point, a dict) and `summary` (words). A value that is not offered moves to the nearest.
+    Raises ValueError where no way served with every size.
     """
     policy, graphs, rate, quantity = Unicode("powers of two"), Int(6), Int(), Unicode("step_us")
     row, summary = Any(), Unicode()
