@@ -3,7 +3,6 @@
 import functools
 import importlib
 import sys
-import time
 from dataclasses import dataclass
 from html import escape
 from math import ceil, log2
@@ -290,13 +289,13 @@ def trial_compile(batch, **what):
 
     if isinstance(made := _made(batch, **what), str):
         return {"skipped": made}
-    (fn, inputs), found, began = made, {}, time.monotonic()
+    (fn, inputs), found, elapsed = made, {}, timing.stopwatch()
     with torch.inference_mode():
         try:
             compiled = torch.compile(fn, dynamic=False)
             compiled(*inputs)
             torch.cuda.synchronize()
-            found["seconds"] = time.monotonic() - began
+            found["seconds"] = elapsed() / 1e6
             for how in ("compiled", "compiled and captured"):
                 call = compiled if how == "compiled" else graphs.GraphedCallable(compiled, inputs)
                 both = timing.compare({"eager": lambda: fn(*inputs), how: lambda: call(*inputs)}, budget_s=2)
