@@ -151,8 +151,9 @@ def run(args):
     return 130 if stopped else int(bool(failures))
 
 
-# nbconvert's lab template gives no picture its alternative text.
-PAGE = """{% extends 'lab/index.html.j2' %}{% block data_png scoped %}
+# nbconvert's lab template gives no picture its alternative text, and cuts long lines of code off.
+PAGE = """{% extends 'lab/index.html.j2' %}{% block html_head_css %}{{ super() }}
+<style>.jp-InputArea-editor pre { white-space: pre-wrap !important; overflow-wrap: anywhere }</style>{% endblock %}{% block data_png scoped %}
 {%- set alt = output | get_metadata('alt', 'image/png') -%}
 {{ super() | replace('<img ', '<img alt="' ~ alt | escape_html ~ '" ' if alt else '<img ', 1) }}{% endblock %}"""
 
@@ -164,7 +165,8 @@ def page(cells):
     from nbconvert import HTMLExporter
     exporter = HTMLExporter(extra_loaders=[jinja2.DictLoader({"page": PAGE})], template_file="page")
     whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": "CUDA Graphs Lab"})
-    return exporter.from_notebook_node(whole)[0]
+    written = exporter.from_notebook_node(whole)[0]
+    return re.sub(r'(<div class="jp-[^>]*) tabindex="0"', r"\1", written)  # else Tab stops at every cell, where nothing can be done
 
 
 def slides(cells):

@@ -34,6 +34,26 @@ RUN_ALL = """async path => {
     await jupyterapp.commands.execute("notebook:run-all-cells")
     window.ran = path
 }"""
+# What cannot be read from the back row: text, also of 9 points in pictures, under a 45th of the screen's height; what is cut off.
+UNREADABLE = """() => {
+    const found = [], least = innerHeight / 45, texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
+    const seen = e => e.checkVisibility() && !e.closest("style, script, details:not([open]) > :not(summary)")
+    while (texts.nextNode()) {
+        const {data, parentElement: e} = texts.currentNode
+        if (data.trim() && seen(e) && parseFloat(getComputedStyle(e).fontSize) < least) found.push(["small", data])
+    }
+    for (const img of document.images)
+        if (seen(img) && img.width / (parseFloat(img.style.width || 770) / 110) * 9 / 72 < least) found.push(["small", img.alt])
+    for (const e of document.querySelectorAll("html, .jp-Cell *"))
+        if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth && seen(e) && getComputedStyle(e).overflowX != "visible"
+            || e.tagName == "HTML" && e.scrollWidth > innerWidth) found.push(["wide", e.className, e.innerText])
+    return found
+}"""
+FOCUSED = """([first, until]) => {
+    const e = document.activeElement, {outlineStyle, outlineWidth} = getComputedStyle(e)
+    if (first) window.firstStop = e
+    return e == document.body || e.matches(until) || e == firstStop && !first ? null : outlineStyle == "solid" && parseFloat(outlineWidth) >= 2
+}"""
 CELLS = "[...lab.content.model.cells].map(cell => cell.toJSON())"
 
 
@@ -147,6 +167,29 @@ class Tab:
 def press(lab, slider, key):
     """Move a slider (a CSS class) by a key."""
     lab.locator(f".{slider} .noUi-handle").press(key)
+
+
+def unreadable(page, patience_s=5):
+    """Return what cannot be read on a page, once its layout has come to rest."""
+    until = time.monotonic() + patience_s
+    while (found := page.evaluate(UNREADABLE)) and time.monotonic() < until:
+        page.wait_for_timeout(100)
+    return found
+
+
+def tab_through(page, until="nothing", key="Tab", most=200):
+    """Press Tab until the focus leaves the page or reaches a selector; return [role, name] of each stop: all must have a name and a ring."""
+    ask, stops = page.context.new_cdp_session(page), []
+    for _ in range(most):
+        page.keyboard.press(key)
+        ringed = page.evaluate(FOCUSED, [not stops, until])
+        if ringed is None:
+            return stops
+        node = ask.send("Runtime.evaluate", {"expression": "document.activeElement"})["result"]["objectId"]
+        told = ask.send("Accessibility.getPartialAXTree", {"objectId": node, "fetchRelatives": False})["nodes"][0]
+        stops.append([told["role"]["value"], told.get("name", {}).get("value", "")])
+        assert ringed and stops[-1][1], f"{stops[-1]} has no name, or no focus to be seen, after {stops[:-1]}"
+    raise AssertionError(f"no way out by {key}: {stops}")
 
 
 def drag(lab, slider, to):

@@ -22,16 +22,22 @@ def shorten(path, words):
 
 
 @pytest.fixture(scope="module")
-def tabs(tmp_path_factory):
-    """JupyterLab over a copy of the labs, and Voila with the app: two tabs, opened at once, in recorded mode."""
+def context():
+    """One browser for all tests here."""
     browser.need()
+    with browser.browser() as context:
+        yield context
+
+
+@pytest.fixture(scope="module")
+def tabs(context, tmp_path_factory):
+    """JupyterLab over a copy of the labs, and Voila with the app: two tabs, opened at once, in recorded mode."""
     labs, app = tmp_path_factory.mktemp("labs"), tmp_path_factory.mktemp("app")
     shutil.copytree(build.NOTEBOOKS, labs / "notebooks", ignore=shutil.ignore_patterns("solutions"))
     for number, words in ((10, ("banner()", "sweep = ", "explore(")), (31, ("banner()", "operations = ", "search(")),
-                          (70, ("banner()", "tables = {", "guesses = {}", "scorecard_view.", "board_view."))):
+                          (70, ("banner()", "tables = {", "guesses = {}", "scorecard_view.", "decide_view.", "board_view."))):
         shorten(labs / "notebooks" / f"{LABS[number]}.ipynb", words)
-    with (browser.served(labs, "--LabApp.expose_app_in_browser=True") as jupyterlab, browser.served(app, "--app") as voila,
-          browser.browser() as context):
+    with browser.served(labs, "--LabApp.expose_app_in_browser=True") as jupyterlab, browser.served(app, "--app") as voila:
         empty = re.sub("/lab/tree/[^?]+", "/lab", jupyterlab())  # the address without the first lab, which is not tested here
         yield {"labs": browser.Tab(context, empty), "app": browser.Tab(context, voila()), "folder": labs / "notebooks"}
 
@@ -46,27 +52,30 @@ def test_without_a_browser_tests_are_skipped_unless_they_are_required(monkeypatc
         browser.need()
 
 
-def test_slides_can_be_read_from_the_back_row_and_go_by_arrow_keys(tmp_path):
-    browser.need()
+def test_slides_can_be_read_from_the_back_row_and_go_by_arrow_keys(context, tmp_path):
     notebook = nbformat.read(build.solutions()[0], 4)
     for cell in notebook.cells:
         cell.source = cell.source.replace("## Learn the four moves", "### Learn the four moves")  # an exercise can stand so low
+    notebook.cells.insert(1, nbformat.v4.new_code_cell("first = 1  # a line that no screen is wide enough for" * 9))
     (tmp_path / "slides.html").write_text(cli.slides(notebook.cells), "utf-8")
-    with browser.browser() as context:
-        page = context.new_page()
-        page.goto(f"file://{tmp_path}/slides.html", wait_until="domcontentloaded")
-        sizes = page.evaluate("""[...document.querySelectorAll("p, li, pre, td")].filter(e => e.offsetParent && e.innerText.trim())
-                                 .map(e => [parseFloat(getComputedStyle(e).fontSize), e.innerText])""")
-        assert len(sizes) > 50 and not [small for small in sizes if small[0] < 20]
-        headings = page.locator("h1, h2, h3")
-        assert "Ask the doctor" in headings.nth(1).inner_text() and headings.count() > 10
-        assert page.get_by_text("For the teacher").count() == 0
-        seen = []
-        for key in ("ArrowRight", "PageDown", "ArrowRight", "ArrowLeft"):
-            page.keyboard.press(key)
-            seen.append(page.evaluate("""[...document.querySelectorAll("h1, h2, h3")].findIndex(h => h.getBoundingClientRect().top >= -5)"""))
-        assert seen == [1, 2, 3, 2]
-        page.screenshot(path=browser.SCREENSHOTS / "slides.png")
+    page = context.new_page()
+    page.goto(f"file://{tmp_path}/slides.html")
+    for width, height in ((1920, 1080), (1280, 720)):
+        page.set_viewport_size({"width": width, "height": height})
+        assert page.locator("p, li, pre, img").count() > 50 and browser.unreadable(page) == []
+    headings = page.locator("h1, h2, h3")
+    assert "Ask the doctor" in headings.nth(1).inner_text() and headings.count() > 10
+    assert page.get_by_text("For the teacher").count() == 0
+    seen = []
+    for key in ("ArrowRight", "PageDown", "ArrowRight", "ArrowLeft"):
+        page.keyboard.press(key)
+        seen.append(page.evaluate("""[...document.querySelectorAll("h1, h2, h3")].findIndex(h => h.getBoundingClientRect().top >= -5)"""))
+    assert seen == [1, 2, 3, 2] and page.locator(":focus").inner_text().startswith(headings.nth(2).inner_text())
+    page.screenshot(path=browser.SCREENSHOTS / "slides.png")
+    for _ in range(headings.count()):
+        page.keyboard.press("ArrowRight")
+    last = browser.tab_through(page)  # on from the section that is shown, and not from the first
+    assert 0 < len(last) < len(browser.tab_through(page))
 
 
 def change(locator, move):
@@ -89,6 +98,8 @@ def moves_by_keyboard_and_mouse(lab):
 def test_the_idle_explorer_of_lab_10_follows_keyboard_and_mouse(tabs):
     with tabs["labs"].lab(LABS[10]) as lab:
         moves_by_keyboard_and_mouse(lab)
+        lab.locator(".labkit-layers .noUi-handle").focus()
+        assert browser.tab_through(lab.page, ".labkit-batch .noUi-handle") == [["slider", "width"]]
 
 
 def test_the_search_of_lab_31_follows_what_is_typed(tabs):
@@ -106,20 +117,34 @@ def test_the_search_of_lab_31_follows_what_is_typed(tabs):
 def test_lab_70_takes_guesses_by_keyboard_and_its_board_follows_a_folder(tabs):
     from playwright.sync_api import expect
     with tabs["labs"].lab(LABS[70]) as lab:
-        lab.locator(".labkit-guess-share select").press("h")  # its first letter, as an open menu is none of the page's
-        lab.page.keyboard.press("Tab")
+        cells, keys = lab.locator(".jp-Cell").count(), lab.page.keyboard
+        lab.locator(".labkit-guess-share select").focus()
+        for key in ("d", "d", "ArrowUp", "ArrowUp"):  # in a notebook, these would delete a cell and go to the one above
+            keys.press(key)
+        assert lab.locator(".jp-Cell").count() == cells
+        keys.press("Tab")
         expect(lab.locator(".labkit-guesses")).to_contain_text("guesses = {'share': 'holds'}")
         expect(lab.locator(".labkit-guess-arithmetic select")).to_be_focused()
         row = lab.locator(".labkit-score-table tr", has_text="share, lab 10")
         expect(row).to_contain_text("holds")
         expect(row.locator("a")).to_have_attribute("href", f"{LABS[10]}.ipynb")
+        lab.locator(".labkit-guess-limit-4 select").focus()
+        assert browser.tab_through(lab.page, ".labkit-score-table *") == [["combobox", "limit-5"], ["combobox", "when"]]
         board = lab.locator(".labkit-board-status")
         expect(board).to_contain_text(f"labkit export --out {tabs['folder'] / 'class_results' / 'NAME.json'}")
         (tabs["folder"] / "class_results").mkdir()
         (tabs["folder"] / "class_results" / "<img src=x onerror=alert(1)>.json").write_text("{")
         expect(board).to_have_text("0 in class_results, 1 left out.", timeout=5_000)
         expect(lab.locator(".labkit-board-table li")).to_contain_text("_img src_x onerror_alert_1__.json is left out: it cannot be read")
-        lab.locator("button.labkit-board-stop").click()
+        lab.locator(".labkit-decide-model input").focus()
+        fields = browser.tab_through(lab.page, ".labkit-decide-decide")
+        assert fields == [["textbox", "its inputs"], ["listbox", "batches"], ["spinbutton", "target, in ms"]]
+        keys.press("Space")
+        expect(lab.locator(".labkit-decide-status")).to_contain_text("Done")
+        assert [name for _, name in browser.tab_through(lab.page, ".labkit-board-watch")] == ["Stop", "The rules"]
+        keys.press("Tab")
+        keys.press("Enter")
+        expect(lab.locator("button.labkit-board-watch")).to_have_class(re.compile("mod-primary"))
 
 
 def explores_batches(page):
@@ -159,6 +184,14 @@ def test_the_explorer_of_lab_40_measures_and_stops(tabs):
 
 def test_the_app_explores_batches(tabs):
     with tabs["app"].watched("app") as app:
-        app.locator(".labkit-chart").wait_for()
+        app.locator(".labkit-chart img").wait_for()
         assert app.page.title() == "CUDA Graphs Lab" and "experiments." not in app.inner_text()
+        for width, height in ((1920, 1080), (1280, 720)):
+            app.page.set_viewport_size({"width": width, "height": height})
+            assert browser.unreadable(app.page) == []
+            assert app.locator(".labkit-chart img").evaluate("img => img.getBoundingClientRect().bottom < innerHeight")
+        asked = browser.tab_through(app.page)
+        assert asked == [["combobox", "model"], ["combobox", "precision"], ["combobox", "view"], ["slider", "length"], ["slider", "batches from"],
+                         ["slider", "batches to"], ["slider", "batch"], ["button", "Measure"], ["button", "Stop"]]
+        assert browser.tab_through(app.page, key="Shift+Tab") == asked[::-1]
         explores_batches(app)

@@ -45,6 +45,22 @@ def test_every_chart_is_a_picture_with_words_and_a_label(name):
     assert chart.provenance["label"] == LABEL
 
 
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_type_is_too_small_for_a_projector(name, monkeypatch):
+    sizes, parts = [], (canvas.FigureCanvasAgg.draw, 6.75 if name == "graph" else 9)  # in boxes: that picture is low, so shown wider
+    monkeypatch.setattr(canvas.FigureCanvasAgg, "draw", lambda self: (parts[0](self), sizes.extend(
+        (text.get_fontsize(), text.get_text()) for text in self.figure.findobj(canvas.Text) if text.get_text())))
+    canvas._KEPT.clear()
+    DRAWN[name]()
+    assert len(sizes) > 5 and min(sizes)[0] >= parts[1]
+
+
+def test_a_picture_of_fewer_inches_is_as_much_lower_and_keeps_its_type():
+    wide, narrow = (charts.sweep(CURVE, inches=inches, dpi=110 * 7 // inches) for inches in (7, 5))
+    sizes = [imread(io.BytesIO(chart.png)).shape[:2] for chart in (wide, narrow)]
+    assert sizes[0] == sizes[1] and wide.text == narrow.text and wide.png != narrow.png
+
+
 def test_a_table_without_provenance_is_not_drawn():
     with pytest.raises(ValueError, match="where its numbers come from"):
         charts.compare(pd.DataFrame({"name": ["eager"], "wall_us": [1.0]}))

@@ -83,4 +83,4 @@ def test_a_search_shows_the_rows_that_hold_all_words():
             "print(s._html(t, ['a'], 'x'), s._html(t, ['a'], 'zzz'))\nprint(s._html(t, ['a'], 'scr'))")
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "1 of 2 rows" in said and "No row holds all of these words" in said and "x" * 90 in said and "&lt;script&gt;" in said and "TEST DATA" in said
-    assert "VBox(" in said
+    assert "A search in 2 rows, which stand below." in said

@@ -194,6 +194,14 @@ def test_in_a_browser_it_asks_nobody_and_all_has_names(opened, which):
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.parametrize("which", ["page", "board"])
+def test_tab_reaches_all_that_can_be_used_and_shows_where_it_is(opened, which):
+    tab = opened[which]
+    stops = browser.tab_through(tab)
+    assert len(stops) >= tab.locator("a, summary").count() > 3
+    assert len(set(map(tuple, stops))) == len(stops)  # no two are told alike
+
+
 def test_a_table_is_kept_by_a_click_and_a_rule_opens_by_keyboard(opened):
     tab = opened["page"]
     with tab.expect_download() as started:

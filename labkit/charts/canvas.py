@@ -31,6 +31,7 @@ FIXED = {name: look for look, names in {  # the same thing has the same look in 
     (BLUE, "o"): ("gpu_us", WORDS["gpu_us"], "graph", "driver", "kernel"),
     (GREY, "D"): ("wall_us", WORDS["wall_us"]), (GREEN, "^"): ("memset",)}.items() for name in names}
 PIXELS, DPI = 110, 165  # pixels an inch as shown, and as drawn, so that a sharp screen gets a sharp picture
+INCHES = 7  # across; type is never under 9 points, so that a projector shows it large enough (pages/slides.html)
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,22 @@ class Renderer(RendererAgg):
         self.draw_image(gc, round(x) - left, self.height - (round(y) - above) - len(picture), picture)
 
 
-def blank(height, rows=1, margins=None, dpi=DPI):
-    """Return an empty figure and its axes.
+def blank(height, rows=1, margins=None, dpi=DPI, inches=INCHES):
+    """Return an empty figure and its axes; of fewer inches across, it is as much lower, and its type as much larger when shown.
 
     With margins (left, right, bottom, top, between, in inches) nothing looks for a layout, and the last such figure is
     emptied and used again: both make drawing twice as fast, for charts under sliders.
     """
-    if margins and (height, rows, margins, dpi) in _KEPT:
-        return _emptied(*_KEPT[height, rows, margins, dpi])
-    figure = Figure(figsize=(7, height), dpi=dpi, layout=None if margins else "constrained")
+    height *= inches / INCHES
+    key = height, rows, margins, dpi, inches
+    if margins and key in _KEPT:
+        return _emptied(*_KEPT[key])
+    figure = Figure(figsize=(inches, height), dpi=dpi, layout=None if margins else "constrained")
     (Canvas if margins else FigureCanvasAgg)(figure)
     if margins:
         left, right, bottom, top, between = margins
         each = (height - bottom - top - between * (rows - 1)) / rows
-        figure.subplots_adjust(left / 7, bottom / height, 1 - right / 7, 1 - top / height, hspace=between / each)
+        figure.subplots_adjust(left / inches, bottom / height, 1 - right / inches, 1 - top / height, hspace=between / each)
     else:
         figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
     for axes in np.atleast_1d(figure.subplots(rows, sharex=True)):
@@ -129,10 +132,10 @@ def blank(height, rows=1, margins=None, dpi=DPI):
         for label in (axes.xaxis.label, axes.yaxis.label):
             label.set(color=QUIET, fontsize=9)
     if margins:
-        _KEPT[height, rows, margins, dpi] = (figure, *figure.axes)
+        _KEPT[key] = (figure, *figure.axes)
         for axes in figure.axes:  # where titles and labels stand is known, too
             axes.set_title("", loc="left", y=1 + 0.08 / each)
-            axes.yaxis.set_label_coords(0.2 / 7, 0.5, mixed(figure.transFigure, axes.transAxes))
+            axes.yaxis.set_label_coords(0.2 / inches, 0.5, mixed(figure.transFigure, axes.transAxes))
             axes.xaxis.set_label_coords(0.5, 0.34 / height, mixed(axes.transAxes, figure.transFigure))
             axes.xaxis.set_visible(axes is figure.axes[-1])
     return figure, *figure.axes
@@ -156,9 +159,9 @@ def _emptied(figure, *every):
 def finish(figure, table, title, said, places=None):
     """Return a figure as a Chart of a table: with its title, its origin below, what it says (sentences), and its places."""
     provenance = table.attrs["provenance"]
-    figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=min(11.5, 770 / len(title)), weight="bold",
+    figure.suptitle(title[0].upper() + title[1:], x=0.012, ha="left", fontsize=min(11.5, 110 * figure.get_figwidth() / len(title)), weight="bold",
                     color=INK)
-    figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=7.5, color=QUIET)
+    figure.supxlabel(provenance["label"], x=0.012, ha="left", fontsize=min(9, 120 * figure.get_figwidth() / len(provenance["label"])), color=QUIET)
     parts = (figure, *figure.axes) if isinstance(figure.canvas, Canvas) else figure.findobj()  # the latter makes more ticks
     for text in (child for part in parts for child in part.get_children() if isinstance(child, Text)):
         text.set_parse_math(False)  # a $ in a name is a $

@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Line
 from matplotlib.ticker import MaxNLocator
 
-from labkit.charts.canvas import (BLUE, CLOCKS, DPI, FIXED, INK, ORANGE, PALE, QUIET, SERIES, WORDS, binary_ticks, blank, few,
+from labkit.charts.canvas import (BLUE, CLOCKS, DPI, FIXED, INCHES, INK, ORANGE, PALE, QUIET, SERIES, WORDS, binary_ticks, blank, few,
                                   finish, label_ends, looks_of, require, say, scale, time, words)
 
 
@@ -99,11 +99,11 @@ def lines(table, x, y, by=None, log=("x", "y"), crossing=False, title=None, x_la
     return finish(figure, table, title or f"{y_label}, against {x_label}", said)
 
 
-def timeline(table, window_us=None, title=None, dpi=DPI):
+def timeline(table, window_us=None, title=None, dpi=DPI, inches=INCHES):
     """Draw when the CPU launches and when the GPU works; `window_us` (microseconds) zooms in on that long a start."""
     require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
     parts = list(table.groupby("how", sort=False)) if "how" in table else [("", table)]
-    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.07, 0.62, 0.53, 0.36), dpi)
+    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.07, 0.62, 0.53, 0.36), dpi, inches)
     ends, said = zip(*(_lanes(axes, *part, window_us or np.inf) for part, axes in zip(parts, all_axes)))
     window_us = window_us or max(ends)
     all_axes[-1].set(xlim=(0, window_us), xlabel="time since the first launch (µs); grey: the GPU has nothing to do")
@@ -146,12 +146,13 @@ def graph_drawing(table, limit=40, title=None):
     spots, height = _spots({node: level[node] for node in shown})
     figure, axes = blank(0.75 + 0.6 * height)
     for node, (column, row) in spots.items():
-        kind, middle = nodes["kind"][node], {"fontsize": 5.5, "ha": "center", "va": "center", "zorder": 4}
+        kind, middle = nodes["kind"][node], {"fontsize": 6.75, "ha": "center", "va": "center", "zorder": 4}
         colour = looks_of([kind])[kind][0]
         axes.add_patch(FancyBboxPatch((column, row), 0.8, 0.72, boxstyle="round,pad=0,rounding_size=0.07", zorder=3,
                                       facecolor=to_rgba(colour, 0.15), edgecolor=colour, linewidth=1.2))
-        lines = textwrap.wrap(nodes["name"][node].replace("_", "_ "), 13, max_lines=2, placeholder="…")
-        axes.text(column + 0.4, row + 0.15, f"{node} {kind}"[:14], color=QUIET, **middle)
+        first, second, *more = [*textwrap.wrap(nodes["name"][node].replace("_", "_ "), 12), "", ""]
+        lines = first, second.rstrip("_")[:10] + "…" if any(more) else second
+        axes.text(column + 0.4, row + 0.15, f"{node} {kind}"[:12], color=QUIET, **middle)
         axes.text(column + 0.4, row + 0.45, "\n".join(lines).replace("_ ", "_"), color=INK, **middle)
         for other in set(nodes["after"][node]) & spots.keys():
             _arrow(axes, spots[other], spots[node])
@@ -234,7 +235,7 @@ def _lanes(axes, name, part, window):
     launches = len(np.unique(launch[kernels]))
     line = (f"{name and name + ': '}{kernels.sum()} kernels, {launches} launch{'es' if launches > 1 else ''}, "
             f"the GPU is idle {idle:.0%} of {time(end)}")
-    axes.set_title(line, loc="left", fontsize=10, color=INK)
+    axes.set_title(line, loc="left", fontsize=min(10, 100 * axes.figure.get_figwidth() / len(line)), color=INK)
     return end, f"{line[0].upper()}{line[1:]}."
 
 

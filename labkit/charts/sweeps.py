@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.patches import Polygon
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from labkit.charts.canvas import (DPI, FIXED, GREEN, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require,
+from labkit.charts.canvas import (DPI, FIXED, GREEN, INCHES, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require,
                                   rescale, say, scale, time)
 from labkit.experiments.sweeps import INPUTS
 
@@ -25,7 +25,7 @@ def curve_name(row):
             f"{row['precision']}")
 
 
-def sweep(table, at=None, batches=None, title=None, dpi=DPI):
+def sweep(table, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
     """Draw one curve: time per step and speedup against batch, measured and predicted; `at` marks a batch.
 
     batches: what the axis shows, also where some of them are not measured yet.
@@ -35,7 +35,7 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI):
     columns = ("eager_wall_us", "graph_wall_us", "speedup")
     require(done, "batch", *columns)
     done.attrs = {}  # pandas copies them at every step
-    figure, top, below = blank(5.0, 2, MARGINS, dpi)
+    figure, top, below = blank(5.0, 2, MARGINS, dpi, inches)
     predicted = [_line(top, done, f"{how}_wall_us", *FIXED[how], f"predicted_{how}_us") for how in HOWS]
     predicted += [_line(below, done, "speedup", GREEN, "^", "predicted_speedup")]
     _over_batches(below, table, batches)
@@ -52,7 +52,7 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI):
     return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, top, below)).marked(at)
 
 
-def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
+def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
     """Draw time per step of one curve against batch, over the time that its bytes and its FLOPs take at the ceilings."""
     _one_curve(table)
     done, left_out = measured(table)
@@ -60,7 +60,7 @@ def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI):
     done.attrs = {}
     floors = floors_of(done, ceilings)
     every = np.concatenate([done["eager_wall_us"], done["graph_wall_us"], *floors.to_numpy()])
-    figure, axes = blank(3.9, 1, MARGINS, dpi)
+    figure, axes = blank(3.9, 1, MARGINS, dpi, inches)
     for how in HOWS:
         _line(axes, done, f"{how}_wall_us", *FIXED[how])
     for (name, floor), style, colour in zip(floors.items(), ("-.", ":"), (PURPLE, INK)):
@@ -102,7 +102,7 @@ def predictions(table, title=None):
     for axes, how in zip(panels, HOWS):
         for band, grey, side in ((0.2, "#E9E9E9", 1), (0.1, "#D8D8D8", -1), (0.05, "#C2C2C2", 1)):  # sides: no names touch
             axes.axhspan(-band, band, color=grey, linewidth=0, zorder=0)
-            axes.annotate(f"±{band:.0%}", (1.01, side * band), xycoords=("axes fraction", "data"), fontsize=8, color=QUIET,
+            axes.annotate(f"±{band:.0%}", (1.01, side * band), xycoords=("axes fraction", "data"), fontsize=9, color=QUIET,
                           va="center")
         for (model, part), marker in zip(done.groupby("model", sort=False), "osD^"):
             axes.plot(part[f"{how}_wall_us"], part[f"{how}_error"], marker, color=FIXED[how][0], markersize=3.8, alpha=0.8,
@@ -114,7 +114,7 @@ def predictions(table, title=None):
         said.append(f"{how.capitalize()}: median error {off.median():.1%}, {(off < 0.1).mean():.0%} of {len(off)} within 10%, "
                     f"worst {off.max():.0%}.")
         axes.set_title(said[-1].rstrip("."), loc="left", fontsize=10, color=INK)
-    panels[1].legend(loc="lower left", ncols=4, frameon=False, fontsize=8, handletextpad=0, columnspacing=1, labelcolor=INK)
+    panels[1].legend(loc="lower left", ncols=4, frameon=False, fontsize=9, handletextpad=0, columnspacing=1, labelcolor=INK)
     scale(panels[1].xaxis, True, "wall_us", done[["eager_wall_us", "graph_wall_us"]].to_numpy())
     panels[1].set(xlabel="measured time of one step")
     worst = done.loc[done["eager_error"].abs().idxmax()], done.loc[done["graph_error"].abs().idxmax()]
@@ -231,7 +231,8 @@ def _mark_left_out(axes, left_out):
     words = f"left out: {textwrap.shorten(reason, 60, placeholder=' …')}"
     words = words.removesuffix(" …") + " …" if (left_out["skipped"] != reason).any() else words
     last = axes.transAxes.inverted().transform(axes.transData.transform((left_out["batch"].iloc[-1], 1)))[0]
-    axes.annotate(words, (max(last, 0.0135 * len(words)), height), (4, 7), xycoords="axes fraction",  # within the left edge
+    needed = 0.07 * len(words) * axes.figure.dpi / axes.bbox.width  # stays within the left edge
+    axes.annotate(words, (max(last, needed), height), (4, 7), xycoords="axes fraction",
                   textcoords="offset points", ha="right", fontsize=9, color=INK)
     return [f"Left out: batch {', '.join(f'{batch:,}' for batch in part['batch'])} ({reason})."
             for reason, part in left_out.groupby("skipped", sort=False)]

@@ -23,7 +23,7 @@ def view(model):
                                       placeholder="one of ours, a folder with config.json, or module:callable"),
             "inputs": widgets.Text(value=model.inputs, description="its inputs", style=style, layout=wide,
                                    placeholder="of module:callable only: Bx128:float16, B for the batch"),
-            "batches": widgets.SelectMultiple(options=BATCHES, value=model.batches, rows=5, description="batches", style=style),
+            "batches": widgets.SelectMultiple(options=BATCHES, value=model.batches, rows=5, description="batches", tooltip="several: Shift or Ctrl", style=style),
             "target_ms": widgets.FloatText(value=model.target_ms, description="target, in ms", tooltip="0: none", style=style, layout={"width": "16em"})}
     buttons = {"decide": widgets.Button(description="Decide", button_style="primary"), "stop": widgets.Button(description="Stop")}
     said = {"status": widgets.HTML(), "answer": widgets.HTML()}

@@ -7,6 +7,7 @@ import pandas
 from IPython.display import HTML, display
 
 from labkit.explorers.search_model import matching
+from labkit.explorers.sweep_view import show_widget
 
 
 def search(table, columns):
@@ -14,7 +15,7 @@ def search(table, columns):
     words = widgets.Text(placeholder="type words, like: linalg fails", description="search").add_class("labkit-search")
     found = widgets.HTML(_html(table, columns, "")).add_class("labkit-found")
     words.observe(lambda change: setattr(found, "value", _html(table, columns, change["new"])), names="value")
-    display(widgets.VBox([words, found]))
+    show_widget(widgets.VBox([words, found]), f"A search in {len(table)} rows, which stand below.")
     display(HTML(f"<details><summary>All {len(table)} rows, without the search field</summary>"
                  f"{_html(table, columns, '')}</details>"))
 
@@ -24,5 +25,6 @@ def _html(table, columns, text):
     with pandas.option_context("display.max_colwidth", None):  # else long cells are cut short
         rows = found.to_html(index=False, border=0, escape=True).replace("<td>", '<td style="text-align:left">')
     rows = rows.replace("<th>", '<th style="text-align:left">') if len(found) else "No row holds all of these words."
-    return (f'<p>{len(found)} of {len(table)} rows</p><div style="max-height:26em;overflow:auto">{rows}</div>'
+    return (f'<p>{len(found)} of {len(table)} rows</p>'
+            f'<div style="max-height:26em;overflow:auto" tabindex="0" role="region" aria-label="Rows found">{rows}</div>'
             f'<small>{escape(table.attrs["provenance"]["label"])}</small>')

@@ -111,11 +111,12 @@ class SweepModel(HasTraits):
     summary, status, note = Unicode(), Unicode(), Unicode()
     busy, shown = Bool(), Int()
 
-    def __init__(self, sources, **wishes):
+    def __init__(self, sources, inches=charts.INCHES, **wishes):
         if not sources:
             raise ValueError("the explorer needs a recorded sweep or a GPU: there is neither here")
         _refuse(wishes, {"gpu": sources, "model": {key[0] for source in sources.values() for key in source.curves},
                          "precision": PRECISIONS, "view": VIEWS})
+        self.inches = inches  # across a picture: fewer make its type larger
         self.sources, self._points, self._moving, self._progress, self._drawn = sources, None, True, "", {}
         start = {"gpu": next(iter(sources)), "model": "gpt2", "layers": 12, "width": 768, "length": 128, "precision": "float16"}
         super().__init__(**start | wishes)
@@ -253,21 +254,20 @@ class SweepModel(HasTraits):
         return self._drawn[here, self.batch]
 
     def _draw(self):
-        row, on = self._row(), {"batches": self.options("batch"), "dpi": charts.PIXELS}
+        row, on = self._row(), {"dpi": charts.PIXELS * charts.INCHES // self.inches, "inches": self.inches}
         if not len(self.table) or charts.measured(self.table)[0].empty:
             return self.summary
         if self.view == "speedup":
-            return charts.sweep(self.table, **on)
+            return charts.sweep(self.table, batches=self.options("batch"), **on)
         if self.view == "roofline":
             found = self.source.ceilings
             return "The ceilings of this GPU are not measured yet." if found is None else charts.roofline(
-                self.table, found, **on)
+                self.table, found, batches=self.options("batch"), **on)
         if row is None or row["skipped"]:
             return self.summary
         if not isinstance(row.get("eager_gpu_us"), list):
             return f"There is no timeline of batch {self.batch:,}: it was not traced{' yet' * self.source.live}."
-        return charts.timeline(charts.step_of(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}",
-                               dpi=charts.PIXELS)
+        return charts.timeline(charts.step_of(row, self.table), title=f"{charts.curve_name(row)}, batch {self.batch:,}", **on)
 
     async def measure(self):
         """Measure the curve here, or play its recording back, until it ends, fails or is stopped; while busy, do nothing."""

@@ -4,10 +4,12 @@ import asyncio
 import base64
 import gc
 from html import escape
+from pathlib import Path
 
 import ipywidgets as widgets
 from IPython.display import HTML, display
 
+import labkit
 from labkit import charts, experiments, machine, recordings
 from labkit.experiments import sweeps
 from labkit.explorers.sweep_model import VIEWS, Live, Recorded, SweepModel
@@ -16,12 +18,7 @@ LABELS = {"model": "model", "layers": "layers", "width": "width", "length": "len
           "batch": "batch", "range": "batches", "gpu": "GPU", "view": "view"}
 SHOWN = {**charts.MODELS, "speedup": "time and speedup", "timeline": "timeline of one step", "roofline": "roofline"}
 _RUNNING = set()  # asyncio keeps no task alive by itself
-# ipywidgets gives the handle of a slider no name, and the place of an option for its value: screen readers need both.
-NAMES = """new MutationObserver(() => document.querySelectorAll(".widget-slider").forEach(slider =>
-    slider.querySelectorAll(".noUi-handle").forEach(handle => {
-        handle.ariaLabel = slider.querySelector("label").textContent
-        handle.ariaValueText = slider.querySelector(".widget-readout").textContent
-    }))).observe(document.body, {childList: true, subtree: true, characterData: true})"""
+AIDS = Path(labkit.__file__).parent / "pages" / "widgets.js"
 
 
 def explore(*, sources=None, still=True, **wishes):
@@ -138,9 +135,8 @@ def view(model):
     columns = [widgets.VBox([made[n] for n in names]) for names in (("gpu", "model", "precision", "view"),
                                                                     ("layers", "width", "length", "range", "batch"))]
     row = widgets.Layout(flex_flow="row wrap", align_items="center")
-    names = widgets.Output(outputs=({"output_type": "display_data", "data": {"application/javascript": NAMES}, "metadata": {}},))
     return widgets.VBox([widgets.HBox(columns, layout=widgets.Layout(flex_flow="row wrap")), said["note"],
-                         widgets.HBox([*buttons.values(), said["status"]], layout=row), said["chart"], said["summary"], names]).add_class("labkit-explorer")
+                         widgets.HBox([*buttons.values(), said["status"]], layout=row), said["chart"], said["summary"]]).add_class("labkit-explorer")
 
 
 def _options(model, name):
@@ -152,7 +148,9 @@ def _options(model, name):
 
 
 def show_widget(widget, words):
-    """Display a widget, with words for pages that have none."""
+    """Display a widget, usable by keys alone, with words for pages that have none."""
+    aids = {"output_type": "display_data", "data": {"application/javascript": AIDS.read_text("utf-8")}, "metadata": {}}
+    widget = widgets.VBox([widget, widgets.Output(outputs=(aids,))]).add_class("labkit")
     bundle = widget._repr_mimebundle_()
     data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
     display({**data, "text/plain": words}, *metadata, raw=True)
@@ -170,5 +168,5 @@ def picture(chart):
     if isinstance(chart, str):
         return f'<p style="min-height:8em">{escape(chart)}</p>'
     data = base64.b64encode(chart.png).decode()
-    return (f'<img decoding="sync" style="max-width:100%;width:{7 * charts.PIXELS}px" alt="{escape(str(chart))}" '
+    return (f'<img decoding="sync" style="max-width:100%;width:{chart.width}px" alt="{escape(str(chart))}" '
             f'src="data:image/png;base64,{data}">')
