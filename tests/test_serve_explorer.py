@@ -23,12 +23,12 @@ def model(tables):
 
 
 def test_it_begins_busy_with_the_powers_of_two(model):
-    assert (model.policy, model.graphs, model.rate) == ("powers of two", 6, 24) and model.row["sizes"] == [1, 2, 4, 8, 16, 32]
-    assert model.options("rate") == (4, 12, 24) and model.options("graphs") == (1, 2, 3, 4, 5, 6)
+    assert (model.policy, model.graphs, model.rate) == ("powers of two", 6, 32) and model.row["sizes"] == [1, 2, 4, 8, 16, 32]
+    assert model.options("rate") == (4, 12, 32) and model.options("graphs") == (1, 2, 3, 4, 5, 6)
 
 
 def test_the_numbers_are_those_of_the_ingredients(model):
-    counts = {batch: 2 * steps for batch, steps in served.COUNTS[24].items()}  # of both rounds
+    counts = {batch: 2 * steps for batch, steps in served.COUNTS[32].items()}  # of both rounds
     row = model.row
     assert row["padding_share"] == batching.wasted_share(row["sizes"], counts) and row["replayed_share"] == 1
     tokens = {batch: batch * steps for batch, steps in counts.items()}

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections import Counter
 
 import pytest
 
@@ -199,24 +200,93 @@ def vllm(monkeypatch):
 
 
 def test_each_configuration_of_vllm_gives_a_row_a_batch_with_its_log_lines(vllm, monkeypatch):
-    monkeypatch.setattr(vllm_runs, "run_vllm", lambda options: dict(FOUND))
+    asked = []
+
+    def run(options, *, batches, timeout_s, progress, environment):
+        asked.append((options, batches, environment))
+        assert 0 < timeout_s <= serving_steps.ONE_VLLM_S
+        for _ in (1, *batches):
+            progress({})  # moves the bar
+        return dict(FOUND)
+
+    monkeypatch.setattr(vllm_runs, "run_vllm", run)
     rows = measured("vllm_table")
     assert [(row["configuration"], row["batch"]) for row in rows] == [(name, batch) for name in vllm_runs.CONFIGURATIONS for batch in (1, 2)]
+    assert [options for options, *_ in asked] == list(vllm_runs.CONFIGURATIONS.values())
+    assert [batches for _, batches, _ in asked] == [[1, 4, 16, 64, 128]] * 4 + [[1, 4, 16], [1, 3]]
+    assert [environment for *_, environment in asked] == [None] * 5 + [{"VLLM_USE_V2_MODEL_RUNNER": "0"}]
     assert rows[0]["graphs"] == 2 and rows[0]["replays_long_prefill"] == 0 and rows[0]["lines"] == ["took 0.4 GiB"] and "steps" not in rows[0]
 
 
 def test_a_configuration_that_fails_is_left_out_and_all_that_fail_are_an_error(vllm, monkeypatch, capsys):
-    def run(options, but=None):
-        if options != but:
+    def run(options, but=None, environment=None, **_):
+        if options != but or environment:
             raise vllm_runs.VllmFailed("vLLM ended with code 1")
         return dict(FOUND)
 
-    monkeypatch.setattr(vllm_runs, "run_vllm", lambda options: run(options, {}))
+    monkeypatch.setattr(vllm_runs, "run_vllm", lambda options, **more: run(options, {}, **more))
     assert {row["configuration"] for row in measured("vllm_table")} == {"default"}
     assert "Left out: neither: vLLM ended with code 1" in capsys.readouterr().out
     monkeypatch.setattr(vllm_runs, "run_vllm", run)
     with pytest.raises(vllm_runs.VllmFailed, match="default: vLLM ended with code 1; enforce_eager: "):
         registry.EXPERIMENTS["vllm_table"].measure()
+
+
+def test_one_that_hangs_costs_the_last_ones_and_no_more(vllm, monkeypatch, capsys):
+    now = [0.0]
+
+    def run(options, *, timeout_s, **_):
+        if options == {"enforce_eager": True}:
+            now[0] += timeout_s
+            raise vllm_runs.VllmFailed(f"vLLM did not end within {timeout_s:g} s")
+        now[0] += 80
+        return dict(FOUND)
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(vllm_runs, "run_vllm", run)
+    assert {row["configuration"] for row in measured("vllm_table")} == set(list(vllm_runs.CONFIGURATIONS)[:5]) - {"enforce_eager"}
+    assert now[0] <= serving_steps.VLLM_LIMIT_S + 80
+    said = capsys.readouterr().out
+    assert "enforce_eager: vLLM did not end within 240 s" in said and "default, V1 model runner: no time was left of 500 s" in said
+
+
+def test_both_loops_are_timed_at_the_same_mean_context():
+    assert vllm_runs.PROMPT_TOKENS + (vllm_runs.SHORT_TEXT + vllm_runs.LONG_TEXT) / 2 == serving_steps.STEP_PLACE
+    assert set(vllm_runs.VLLM_BATCHES) <= set(serving_steps.STEP_SIZES) and {1, 128} <= set(vllm_runs.VLLM_BATCHES)
+    assert vllm_runs.PROMPT_TOKENS * 128 <= 8192  # tokens that vLLM prefills at once by default, on smaller GPUs too
+
+
+def test_no_trace_takes_long_even_where_a_step_takes_a_tenth_of_a_second():
+    class Slow:
+        rows, running, steps, at = serving_steps.ROWS, [], Counter(), 0.0
+
+        def check(self, ids, tokens):
+            assert len(ids) + tokens - 1 <= serving_steps.PLACES
+
+        def join(self, ids):
+            self.at, self.running = self.at + 0.1, [*self.running, len(ids)]
+
+        def advance(self):
+            self.at += 0.1
+            return self.running
+
+        def leave(self, row):
+            self.running = self.running[:-1]
+            return len(self.running)
+
+        def reset(self):
+            pass
+
+        def now(self):
+            return self.at
+
+        def wait(self, until):
+            self.at = until
+
+    for rate in serving_steps.RATES:
+        trace, slow = serving_steps.trace_at(rate), Slow()
+        batching.serve(slow, trace, [range(request.prompt_tokens) for request in trace], slow)
+        assert 3 < slow.at < 60  # and a GPU's steps take a fifth of that, or less: a trace that cannot be kept up with ends all the same
 
 
 def test_flags_are_held_against_what_is_meant_by_them(monkeypatch):
@@ -270,6 +340,14 @@ def test_a_prefill_of_other_models_or_lengths_is_refused():
     for lengths in ([4], [3, 4], [6, 0], [], [7, -1]):
         with pytest.raises(ValueError, match="do not add up to 6 tokens"):
             prefill(torch.ones(1, 6, dtype=torch.int64), lengths)
+    for ids in (torch.ones(6, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64), torch.ones(1, 6)):
+        with pytest.raises(ValueError, match="ids must be int64 of shape"):
+            prefill(ids, [6])
+    with pytest.raises(ValueError, match="a prompt of 200 tokens is longer than the 128 positions"):
+        prefill(torch.ones(1, 200, dtype=torch.int64), [200])
+    for sizes in ([0], [-3], [2.5], [True], [129], [8, 0]):
+        with pytest.raises(ValueError, match="whole numbers from 1 to 128"):
+            serving.PiecewisePrefill(architectures.tiny_model("llama", "cpu"), sizes)
 
 
 def test_the_clock_holds_the_gpu_waits_and_gives_all_back(monkeypatch):

@@ -6,10 +6,11 @@ from labkit.experiments.registry import EXPERIMENTS, cells, experiment
 # The shape of Llama 3.2 1B in bfloat16, as vllm_runs gives it to vLLM: so that both loops are seen with the same work.
 LAYERS, WIDTH, PRECISION = 16, 2048, "bfloat16"
 ROWS, PLACES, TOKENS = 32, 256, (16, 128)  # rows that a server has, places in each, tokens of a prompt and of its answer
-RATES, TRACE_S, ROUNDS = (4, 12, 24), 5, 2  # requests a second, for so many seconds; each trace is served twice in each way
+RATES, TRACE_S, ROUNDS = (4, 12, 32), 4, 2  # requests a second, for so many seconds; each trace is served twice in each way
 STEP_SIZES, STEP_PLACE, EAGER_STEPS = (*range(1, 33), 48, 64, 96, 128), 80, (1, 2, 4, 8, 16, 32, 64, 128)
 POOL_SIZES = batching.vllm_sizes(128)
 PREFILL_SIZES, PREFILL_TOKENS, SPLIT = (128, 512, 1024, 4096), (100, 400, 1000, 3000), (0.4, 0.3, 0.2, 0.1)
+VLLM_LIMIT_S, ONE_VLLM_S = 500, 240  # seconds for all configurations of vLLM, and for one: one that hangs must not cost the others
 FLAGS = (  # what somebody types, and which enforce_eager is meant by it: first as the article types it
     ("article", ("some/model", "--enforce-eager", "false"), False), ("article", ("some/model", "--enforce-eager", "true"), True),
     ("article", ("--enforce-eager", "false"), False), ("right", ("some/model",), False),
@@ -105,7 +106,7 @@ def serving_step_cost():
     calls = {("eager", batch): step_of_loop(eager, batch) for batch in EAGER_STEPS}
     calls |= {("graph", batch): step_of_loop(graphed, batch) for batch in STEP_SIZES}
     with torch.inference_mode():
-        both = timing.compare(calls, budget_s=16, target=0, without_gpu=set(calls))
+        both = timing.compare(calls, budget_s=12, target=0, without_gpu=set(calls))
     return [{"way": way, "batch": batch, **cells("wall_us", both[way, batch].wall_us), "rounds": both[way, batch].rounds,
              "capture_s": graphed.graphs[batch].capture_seconds if way == "graph" else None,
              "samples": {"wall_us": both[way, batch].wall_us.samples}} for way, batch in calls]
@@ -175,7 +176,7 @@ def serving_prefill():
                 for way, call in ways.items():
                     calls[tokens, len(lengths), way] = call
                     difference[tokens, len(lengths), way] = float((call().float() - own).abs().max() / own.abs().max())
-        both = timing.compare(calls, budget_s=16, target=0, without_gpu=set(calls))
+        both = timing.compare(calls, budget_s=10, target=0, without_gpu=set(calls))
     kept = {"eager": (0, 0), "whole": (len(PREFILL_SIZES), whole.pool_bytes), "pieces": (
         sum(len(chain) for chain, *_ in pieces.chains.values()), pieces.pool_bytes)}
     return [{"tokens": tokens, "prompts": prompts, "way": way, **cells("wall_us", both[tokens, prompts, way].wall_us),
@@ -209,25 +210,34 @@ def vllm_table():
     """Run vLLM itself in each of its configurations, each in a process of its own: time per step, sizes, memory, its log lines.
 
     A row for each configuration and batch: the time of a step, beside what the configuration told at its start and in its log.
-    A configuration that fails is left out, aloud. Raises ModuleNotFoundError without vLLM, VllmFailed where all fail.
+    A configuration that fails is left out, aloud, as is one that no time is left for. Raises ModuleNotFoundError without vLLM,
+    VllmFailed where all fail.
     """
     import gc
+    import time
 
     if not vllm_runs.installed():
         raise ModuleNotFoundError("vLLM is not installed here: pip install 'labkit[vllm]' (into an environment of its own), or look at "
                                   "the recording: experiments.of_vllm('vllm_table')", name="vllm")
     import torch
+    from tqdm import tqdm
 
     gc.collect()
     torch.cuda.empty_cache()  # vLLM takes half of the GPU
-    rows, failed = [], {}
+    rows, failed, until = [], {}, time.monotonic() + VLLM_LIMIT_S
     for name, options in vllm_runs.CONFIGURATIONS.items():
-        print(f"vLLM, {name}: about a minute", flush=True)
+        more = vllm_runs.EXTRA_ENVIRONMENT.get(name)
+        batches = vllm_runs.FEW_BATCHES if more else vllm_runs.VLLM_BATCHES
+        steps = [batch for batch in batches if batch <= options.get("max_num_seqs", batch)]
         try:
-            found = vllm_runs.run_vllm(options)
+            if (left := until - time.monotonic()) < 10:
+                raise vllm_runs.VllmFailed(f"no time was left of {VLLM_LIMIT_S} s")
+            with tqdm(total=1 + len(steps), desc=f"vLLM, {name}", leave=False) as bar:
+                found = vllm_runs.run_vllm(options, batches=steps, timeout_s=min(left, ONE_VLLM_S), progress=lambda _: bar.update(),
+                                           environment=more)
         except vllm_runs.VllmFailed as error:  # one that fails must not cost the others
             failed[name] = str(error)
-            print(f"Left out: {name}: {error}")
+            print(f"Left out: {name}: {error}", flush=True)
             continue
         about = {key: value for key, value in found.items() if key not in ("steps", "replays")}
         about |= {f"replays_{what.replace(' ', '_')}": count for what, count in found["replays"].items()}
