@@ -102,6 +102,19 @@ def test_moving_a_control_changes_words_chart_and_the_other_controls(model):
     assert model.rate == 4 and "4 requests a second" in summary.value
 
 
+def test_each_control_goes_to_both_its_ends_with_the_others_at_theirs(model):
+    policy, graphs, rate, quantity, summary, chart, _ = serve_view.view(model).children
+    for one in policy.options:
+        for some in (0, -1, 0):
+            policy.value, rate.value = one, rate.options[some]
+            for end in (0, -1):
+                graphs.value = graphs.options[end]
+                quantity.value = quantity.options[end][1]
+                assert (model.policy, model.rate, model.graphs) == (one, rate.options[some], graphs.options[end]) == (policy.value, rate.value, graphs.value)
+                assert f"{one.replace(chr(39), '&#x27;')}, {graphs.value} graph" in summary.value and "nan" not in summary.value + model.chart().text
+                assert 0 <= model.row["padding_share"] < 1 and 0 <= model.row["replayed_share"] <= 1 and min(model.row["step_us"], model.row["pool_bytes"]) > 0
+
+
 def test_a_page_without_widgets_gets_the_words_and_a_chart(tables, monkeypatch):
     shown = []
     monkeypatch.setattr(serve_view, "display", lambda *what, **_: shown.append(what[0]))

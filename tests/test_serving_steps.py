@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+import served  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 from labkit import architectures, batching, contents, decode, graphs, models, recordings, serving, timing, vllm_runs  # noqa: E402
@@ -183,6 +184,7 @@ def test_prefills_are_compared_in_three_ways_and_come_out_alike(gpu, monkeypatch
     assert [(row["tokens"], row["prompts"], row["way"]) for row in rows] == [
         (tokens, prompts, way) for tokens in (10, 20, 30) for prompts in (1, 4) for way in ("eager", "whole", "pieces")]
     assert all(row["difference"] < 1e-5 for row in rows) and len(gpu) == 1
+    assert rows[0].keys() - {"samples"} == served.prefill()[0].keys()
     assert {row["way"]: row["graphs"] for row in rows} == {"eager": 0, "whole": 3, "pieces": 9}  # two layers: three pieces a size
 
 
@@ -191,6 +193,11 @@ def test_prefills_are_compared_in_three_ways_and_come_out_alike(gpu, monkeypatch
 STEPS = [{"batch": batch, "wall_us": 1000.0, "wall_us_low": 990.0, "wall_us_high": 1010.0, "rounds": 7, "samples": {"16": [1.0]}} for batch in (1, 2)]
 FOUND = {"vllm": "0.26.0", "captured_sizes": [1, 2], "graphs_gib": 0.4, "lines": ["took 0.4 GiB"], "graph_use": {}, "steps": STEPS,
          "replays": {"prefill": 17, "long prefill": 0, "decode step": 1.0}}
+
+
+@pytest.mark.parametrize("name, made_up", [("serving_ways", served.ways), ("serving_step_cost", served.steps), ("serving_pools", served.pools)])
+def test_tables_that_are_made_up_have_the_columns_of_those_that_are_measured(gpu, name, made_up):
+    assert {frozenset(row.keys() - {"samples"}) for row in measured(name)} == {frozenset(row) for row in made_up()}
 
 
 @pytest.fixture

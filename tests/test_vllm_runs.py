@@ -12,6 +12,7 @@ import time
 
 import psutil
 import pytest
+import vllm_cases
 
 from labkit import vllm_runs
 from labkit.vllm_runs import VllmFailed
@@ -141,6 +142,8 @@ def test_a_configuration_tells_steps_sizes_and_what_its_log_says(vllm):
     assert found["graphs_gib"] == 0.45 and found["start_s"] > 0 and found["compiles"] is True
     assert found["replays"] == {"prefill": 3, "long prefill": 0, "decode step": 1} and found["metrics"] == ["vllm:a", "vllm:b"]
     assert found["captured_at_start"] is True and found["lines_for_sizes"] == 0 and found["taken_gib"] is None  # no GPU here
+    named = {f"replays_{what.replace(' ', '_')}" for what in found["replays"]} | {"configuration", "graphs"}
+    assert set(vllm_cases.vllm().columns) - named <= found.keys() | found["steps"][0].keys()  # what tests make up, a run gives
     assert heard[0]["vllm"] == found["vllm"] and [said["step"] for said in heard[1:]] == found["steps"]
 
 
