@@ -27,6 +27,8 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def __init__(self, model, max_length, rows, sizes=()):
+        if not isinstance(sizes, (list, tuple, range, set)):
+            raise ValueError(f"sizes must be a list of whole numbers, not {sizes!r}")
         sizes = list(sizes)
         if type(rows) is not int or rows < 1:
             raise ValueError(f"rows is a whole number, 1 or more, not {rows!r}")

@@ -75,7 +75,7 @@ def test_all_that_is_not_recorded_runs_on_made_up_tables(monkeypatch, capsys):
                 compile(ast.Module([last], []), "lab", "exec"), names))
     said = capsys.readouterr().out
     assert said.count(check.CORRECT) == 2 and said.count("Verdict: ") == 8 and sum(isinstance(one, charts.Chart) for one in shown) >= 5
-    assert "a pool for each: 19 graphs, 1,133 MiB in pools, 1,152 MiB less are free: 63.6 MB a size" in said
+    assert "a pool for each: 19 graphs, 1,133 MiB in pools, that is 62.5 MB a size; 1,152 MiB less are free" in said
     assert "its own table: 700 steps FULL, 12 steps PIECEWISE, 8 steps NONE; 20.0% of the tokens are padding" in said
 
 

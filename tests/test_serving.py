@@ -293,9 +293,9 @@ def test_rows_are_a_whole_number(model):
             serving.BatchedDecoder(model, 32, rows)
 
 
-@pytest.mark.parametrize("sizes", [[0], [5], [1.0], [-1, 2]])
+@pytest.mark.parametrize("sizes", [[0], [5], [1.0], [-1, 2], [True], 4, None, "12"])
 def test_sizes_beyond_the_rows_are_refused(model, sizes):
-    with pytest.raises(ValueError, match="whole numbers from 1 to 4"):
+    with pytest.raises(ValueError, match="whole numbers"):
         serving.BatchedDecoder(model, 32, 4, sizes)
 
 

@@ -125,6 +125,16 @@ def test_a_trace_is_served_in_each_way_at_each_rate_in_each_round(gpu, monkeypat
         assert row["padding_share"] == pytest.approx(batching.wasted_share(row["sizes"], dict(row["batches"])))
 
 
+def test_each_shape_has_run_before_any_trace_is_served(gpu, monkeypatch):
+    lengths, sizes, seen = set(), set(), []
+    join, step_of, serve = serving.BatchedDecoder.join, serving.BatchedDecoder._step_of, batching.serve
+    monkeypatch.setattr(serving.BatchedDecoder, "join", lambda decoder, ids: lengths.add(len(ids)) or join(decoder, ids))
+    monkeypatch.setattr(serving.BatchedDecoder, "_step_of", lambda decoder, size: sizes.add(size) or step_of(decoder, size))
+    monkeypatch.setattr(batching, "serve", lambda *given: seen.append((set(lengths), set(sizes))) or serve(*given))
+    measured("serving_ways")
+    assert seen[0][0] >= set(range(3, 9)) and seen[0][1] == {1, 2, 3, 4}
+
+
 def test_each_way_writes_the_same_tokens(gpu):
     model, trace = architectures.tiny_model("llama", "cpu"), serving_steps.trace_at(9)
     written = []
@@ -307,6 +317,13 @@ def test_flags_are_held_against_what_is_meant_by_them(monkeypatch):
     rows = measured("vllm_flags")
     assert [row["as_meant"] for row in rows] == [False, False, False, True, True, True] and {row["vllm"] for row in rows} == {"0.26.0"}
     assert rows[0]["error"] == "unrecognized arguments: false" and rows[2]["model"] == "false"
+
+
+def test_a_parser_that_could_not_be_loaded_is_no_answer(monkeypatch):
+    monkeypatch.setattr(vllm_runs, "flags_of", lambda lines: [{"error": "ModuleNotFoundError: No module named 'uvloop'"}] * len(lines))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.26.0")
+    with pytest.raises(vllm_runs.VllmFailed, match="reads no line at all: .* 'uvloop'"):
+        registry.EXPERIMENTS["vllm_flags"].measure()
 
 
 def test_without_vllm_a_live_lab_takes_the_recording_and_measuring_says_what_is_missing(monkeypatch, capsys):

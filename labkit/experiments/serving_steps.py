@@ -47,6 +47,7 @@ def serving_ways():
     model, rows = _server_model(), []
     lists = {"eager": [], "powers of two": batching.powers_of_two(ROWS), "vLLM's list": batching.vllm_sizes(ROWS), "every size": batching.every_size(ROWS)}
     made = {way: serving.BatchedDecoder(model, PLACES, ROWS, sizes) for way, sizes in lists.items()}
+    run_each_shape_once(made["eager"])
     counts = {}
     for rate in RATES:
         for batch, steps in served_once(made["powers of two"], trace_at(rate, seed=1))["batches"]:
@@ -64,6 +65,19 @@ def serving_ways():
     torch.cuda.empty_cache()
     order = list(lists)[:3] + ["chosen sizes", "every size"]
     return sorted(rows, key=lambda row: (row["rate"], order.index(row["way"]), row["round"]))
+
+
+def run_each_shape_once(decoder):
+    """Run each length of a prompt and each number of rows, eagerly: what comes first with a shape pays for the choice of kernels."""
+    import torch
+
+    for length in range(TOKENS[0], TOKENS[1] + 1):
+        decoder.join(torch.ones(length, dtype=torch.int64, device=decoder.tokens.device))
+        decoder.leave(0)
+    with torch.inference_mode():
+        for rows in range(1, decoder.rows + 1):
+            decoder.eager(rows)()
+    decoder.reset()
 
 
 def served_once(decoder, trace, clock=None):
@@ -130,6 +144,8 @@ def serving_pools():
     A row for each capture of each way: the bytes that the pools so far keep, and that the GPU has less.
     The last way hands the logits out, (size, vocabulary), which then keep their place in the pool.
     """
+    import gc
+
     import torch
 
     from labkit import contents, graphs, serving
@@ -138,6 +154,7 @@ def serving_pools():
     down, quiet = POOL_SIZES[::-1], decoder.without_output
     for how, order, shared, step in (("one pool, largest first", down, True, quiet), ("one pool, smallest first", POOL_SIZES, True, quiet),
                                      ("a pool for each", down, False, quiet), ("one pool, outputs kept", down, True, decoder.eager)):
+        gc.collect()  # now, and not within the captures: what was free before must not become more
         torch.cuda.empty_cache()
         made, free = [], torch.cuda.mem_get_info()[0]
         for size in order:
@@ -251,11 +268,14 @@ def vllm_table():
 def vllm_flags():
     """Let vLLM's own parser read what the article types, and what is right: which enforce_eager and which model come out.
 
-    A row for each list of words: what was meant by it, and what the parser made of it.
+    A row for each list of words: what was meant by it, and what the parser made of it. Raises VllmFailed where it is not vLLM's
+    parser that refuses, but none could be loaded: then not even what is right is read.
     """
     from importlib.metadata import version
 
     answers = vllm_runs.flags_of([words for _, words, _ in FLAGS])
+    if all("error" in answer for (whose, *_), answer in zip(FLAGS, answers) if whose == "right"):
+        raise vllm_runs.VllmFailed(f"vLLM's parser reads no line at all: {answers[-1]['error']}")
     return [{"whose": whose, "words": " ".join(words), "meant": meant, "enforce_eager": answer.get("enforce_eager"), "model": answer.get("model"),
              "error": answer.get("error", ""), "as_meant": answer.get("enforce_eager") is meant and answer["model"] not in words[1:],
              "vllm": version("vllm")} for (whose, words, meant), answer in zip(FLAGS, answers, strict=True)]
