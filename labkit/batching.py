@@ -107,7 +107,8 @@ def best_sizes(counts, number):
     By dynamic programming over the batches that occur: the least padding with k sizes up to one batch is that with k - 1
     sizes up to a smaller one, and all between them padded. Raises ValueError for counts or a number that are none.
     """
-    batches = sorted(batch for batch, steps in counts.items() if steps)
+    whole = all(isinstance(one, Integral) and one >= 0 for one in (number, *counts, *counts.values()))
+    batches = sorted(batch for batch, steps in counts.items() if steps) if whole else []
     if not batches or batches[0] < 1 or number < 1:
         raise ValueError(f"sizes are chosen for batches of 1 or more that occur, and 1 size or more, not {counts} and {number}")
 

@@ -53,7 +53,9 @@ class BatchedDecoder:
             for size in reversed(self.sizes if self.alone.captured else []):
                 self.graphs[size] = graphs.GraphedCallable(self.without_output(size), clone=False, pool=pool)
                 pool = self.graphs[size].pool
-            self._prove()
+            for prompts in {min(3, most) for most in (rows, *self.sizes[-1:])}:  # with few sizes: by a graph, and above them
+                self.reset()
+                self._prove(prompts)
         except (torch.OutOfMemoryError, graphs.CaptureError):
             raise
         except Exception as error:  # whatever a model's own code may raise
@@ -68,11 +70,10 @@ class BatchedDecoder:
         """Return the step of a size as it is captured: what a graph hands out keeps its place in the pool, so it hands nothing out."""
         return functools.partial(_written, self.logits[:size], self.eager(size))
 
-    def _prove(self):
-        """Raise DecoderRefused unless prompts of different lengths get, side by side, the logits and tokens they get alone."""
+    def _prove(self, number):
+        """Raise ValueError unless so many prompts, 1 to 3, of different lengths get, side by side, the logits and tokens they get alone."""
         vocabulary, draw = len(self.alone.step.ends), torch.Generator().manual_seed(0)
-        most = max(self.sizes, default=self.rows)  # no more than the graphs hold: they are what is to be shown
-        lengths = [length for length in (3, 7, 5)[:most] if length + 4 <= self.max_length]
+        lengths = [length for length in (3, 7, 5)[:number] if length + 4 <= self.max_length]
         prompts = [torch.randint(vocabulary, (length,), generator=draw).to(self.tokens.device) for length in lengths]
         wanted = []
         for ids in prompts:
