@@ -156,6 +156,15 @@ def test_a_trace_file_that_is_none_names_the_line(tmp_path, text, why):
     assert len(str(raised.value).removeprefix(str(tmp_path))) < 250  # however long the field was
 
 
+def test_a_trace_file_is_served_as_it_says(model, decoder, tmp_path):
+    (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0.5,7,3\n0,2,9\n0,30,3\n")
+    trace, clock = batching.read_trace(tmp_path / "trace.csv"), Clock()
+    prompts = prompts_of(trace)
+    served = batching.serve(decoder, trace, prompts, clock)
+    assert [one.tokens for one in served] == [alone(model, ids, n) for ids, n in zip(prompts, (9, 3, 3))]
+    assert clock.waited and served[2].came_s[0] > 0.5 > served[1].came_s[-1]
+
+
 def test_a_trace_file_in_another_encoding_is_none(tmp_path):
     (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n1,2,3\n", "utf-16")
     with pytest.raises(ValueError, match="has no column"):
