@@ -32,7 +32,8 @@ CONFIGURATIONS = {  # what is handed to vllm.LLM
     "default, at most 16 sequences": {"max_num_seqs": 16},
     "default, V1 model runner": {},
 }
-# In vLLM 0.26 only the older of its two model runners counts for --cudagraph-metrics, and dense models get the newer one.
+# In vLLM 0.26 only the older of its two model runners (v1/worker/gpu_model_runner.py) counts for --cudagraph-metrics, and dense models
+# get the newer one (v1/worker/gpu/model_runner.py), which does not; see VllmConfig.use_v2_model_runner.
 EXTRA_ENVIRONMENT = {"default, V1 model runner": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 ALWAYS_GIVEN = {"seed": 0, "max_model_len": 2048, "max_num_seqs": 256, "gpu_memory_utilization": 0.5, "disable_log_stats": False,
                 "cudagraph_metrics": True, "skip_tokenizer_init": True}
