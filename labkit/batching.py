@@ -9,6 +9,7 @@ import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 import numpy
 
@@ -54,27 +55,28 @@ def read_trace(path):
     made = []
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.DictReader(file, skipinitialspace=True)
-        if missing := set(COLUMNS) - {name.strip() for name in reader.fieldnames or ()}:
-            raise ValueError(f"{path} has no column {', '.join(sorted(missing))}: its first line names {', '.join(COLUMNS)}")
-        reader.fieldnames = [name.strip() for name in reader.fieldnames]
-        for row in _read_on(reader, path):
+        names = next(_read_on((reader.fieldnames for _ in range(1)), reader, path)) or ()
+        if missing := set(COLUMNS) - {name.strip() for name in names}:
+            raise ValueError(f"{path} has no column {', '.join(sorted(missing))}: its first line names {', '.join(COLUMNS)}, with commas between")
+        reader.fieldnames = [name.strip() for name in names]
+        for row in _read_on(reader, reader, path):
             try:
                 arrival, *tokens = float(row["arrival_s"]), *(int(row[name]) for name in COLUMNS[1:])
                 fine = 0 <= arrival < float("inf") and min(tokens) >= 1
             except (TypeError, ValueError):
                 fine = False
             if not fine:
-                said = ", ".join(f"{name} {row[name]!r}" for name in COLUMNS)
-                raise ValueError(f"{path}, line {reader.line_num}: arrival_s is 0 or more, tokens are 1 or more, not {said}")
+                said = ", ".join(f"{name} {row[name] and row[name][:40]!r}" for name in COLUMNS)
+                raise ValueError(f"{path}, line {reader.line_num}: arrival_s is 0 or more, tokens are whole numbers, 1 or more, not {said}")
             made.append(Request(arrival, *tokens))
     if not made:
         raise ValueError(f"{path} holds no requests")
     return sorted(made, key=lambda request: request.arrival_s)
 
 
-def _read_on(reader, path):
+def _read_on(lines, reader, path):
     try:
-        yield from reader
+        yield from lines
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from None
 
@@ -105,7 +107,8 @@ def best_sizes(counts, number):
     By dynamic programming over the batches that occur: the least padding with k sizes up to one batch is that with k - 1
     sizes up to a smaller one, and all between them padded. Raises ValueError for counts or a number that are none.
     """
-    batches = sorted(batch for batch, steps in counts.items() if steps)
+    whole = all(isinstance(one, Integral) and one >= 0 for one in (number, *counts, *counts.values()))
+    batches = sorted(batch for batch, steps in counts.items() if steps) if whole else []
     if not batches or batches[0] < 1 or number < 1:
         raise ValueError(f"sizes are chosen for batches of 1 or more that occur, and 1 size or more, not {counts} and {number}")
 
@@ -169,9 +172,10 @@ def serve(decoder, trace, prompts, clock):
         raise ValueError(f"{len(decoder.running)} rows are in use: let them leave, or reset() the decoder")
     for number, (request, ids) in enumerate(zip(trace, prompts, strict=True)):
         try:
-            decoder.check(ids, request.output_tokens)
-            if len(ids) != request.prompt_tokens or not 0 <= request.arrival_s < math.inf:
+            fine = isinstance(request.output_tokens, Integral) and isinstance(request.arrival_s, Real) and 0 <= request.arrival_s < math.inf
+            if not fine or len(ids) != request.prompt_tokens:
                 raise ValueError(f"it is {request}, and its prompt has {len(ids)} tokens")
+            decoder.check(ids, request.output_tokens)
         except ValueError as error:
             raise ValueError(f"request {number}: {error}") from None
     decoder.steps.clear()

@@ -27,6 +27,8 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def __init__(self, model, max_length, rows, sizes=()):
+        if not isinstance(sizes, (list, tuple, range, set)):
+            raise ValueError(f"sizes must be a list of whole numbers, not {sizes!r}")
         sizes = list(sizes)
         if type(rows) is not int or rows < 1:
             raise ValueError(f"rows is a whole number, 1 or more, not {rows!r}")
@@ -51,7 +53,9 @@ class BatchedDecoder:
             for size in reversed(self.sizes if self.alone.captured else []):
                 self.graphs[size] = graphs.GraphedCallable(self.without_output(size), clone=False, pool=pool)
                 pool = self.graphs[size].pool
-            self._prove()
+            for prompts in {min(3, most) for most in (rows, *self.sizes[-1:])}:  # with few sizes: by a graph, and above them
+                self.reset()
+                self._prove(prompts)
         except (torch.OutOfMemoryError, graphs.CaptureError):
             raise
         except Exception as error:  # whatever a model's own code may raise
@@ -66,10 +70,10 @@ class BatchedDecoder:
         """Return the step of a size as it is captured: what a graph hands out keeps its place in the pool, so it hands nothing out."""
         return functools.partial(_written, self.logits[:size], self.eager(size))
 
-    def _prove(self):
-        """Raise DecoderRefused unless prompts of different lengths get, side by side, the logits and tokens they get alone."""
+    def _prove(self, number):
+        """Raise ValueError unless so many prompts, 1 to 3, of different lengths get, side by side, the logits and tokens they get alone."""
         vocabulary, draw = len(self.alone.step.ends), torch.Generator().manual_seed(0)
-        lengths = [length for length in (3, 7, 5)[:self.rows] if length + 4 <= self.max_length]
+        lengths = [length for length in (3, 7, 5)[:number] if length + 4 <= self.max_length]
         prompts = [torch.randint(vocabulary, (length,), generator=draw).to(self.tokens.device) for length in lengths]
         wanted = []
         for ids in prompts:
@@ -108,7 +112,7 @@ class BatchedDecoder:
             self.alone.begin(ids[None], torch.ones_like(ids[None], dtype=torch.bool))
             for i, layer in enumerate(self.alone.step.cache.layers):
                 for buffer, written in zip(self.kept[2 * i:], (layer.keys, layer.values)):
-                    buffer[row, :, :len(ids)] = written[0, :, :len(ids)]
+                    buffer[row] = written[0]  # to its end, where there are zeros: of who had the row before, nothing stays
             self.tokens[row] = self.alone.step.token[0]
             self.places[row], self.active[row] = len(ids), True
             self.running.append(len(ids))
@@ -148,8 +152,8 @@ class BatchedDecoder:
         Raises ValueError for a row that is not in use.
         """
         last = len(self.running) - 1
-        if not 0 <= row <= last:
-            raise ValueError(f"row {row} is not in use: {last + 1} are")
+        if type(row) is not int or not 0 <= row <= last:
+            raise ValueError(f"row {row!r} is not in use: {last + 1} are")
         with self._whole():
             for buffer in (*self.kept, self.places, self.tokens) if row != last else ():
                 buffer[row] = buffer[last]
@@ -190,7 +194,7 @@ class PiecewisePrefill:
     each is a chain of graphs, one more than the model has layers. Between two graphs attention runs eagerly, prompt by
     prompt, over the real tokens only. Above the largest size, and on the CPU, all runs eagerly. The weights have to stay
     where they are: nothing looks. Attributes: chains, {size: (graphs, ids, positions, attended)}. Raises TypeError for
-    another model, ValueError for lengths that are not those of the ids, CaptureError like GraphedCallable.
+    another model, ValueError for sizes, ids or lengths that are none, CaptureError like GraphedCallable.
     """
 
     @torch.inference_mode()
@@ -198,7 +202,9 @@ class PiecewisePrefill:
         if type(model).__name__ != "LlamaForCausalLM":
             raise TypeError(f"only a LlamaForCausalLM is cut into these pieces, not a {type(model).__name__}")
         self.model, self.sizes, self.chains = model, sorted(set(sizes)), {}
-        self.places = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
+        self.places = torch.arange(most := model.config.max_position_embeddings, device=model.device)[None]
+        if not all(type(size) is int and 1 <= size <= most for size in self.sizes):
+            raise ValueError(f"sizes are whole numbers from 1 to {most:,}, the positions of this model, not {self.sizes}")
         for size in reversed(self.sizes if model.device.type == "cuda" else []):
             self.chains[size] = self._captured(size)
 
@@ -221,12 +227,13 @@ class PiecewisePrefill:
     @torch.inference_mode()
     def __call__(self, ids, lengths):
         """Return the logits of the last token of each prompt, (prompts, vocabulary); ids: all prompts in a row, (1, tokens)."""
-        size = at_least(self.sizes, ids.shape[1])
+        size = at_least(self.sizes, ids.shape[-1])
         if size not in self.chains:
             return self.eager(ids, lengths)
         chain, held, positions, attended = self.chains[size]
+        real = self._positions(ids, lengths)
         held[:, :ids.shape[1]].copy_(ids)
-        positions[:, :ids.shape[1]].copy_(self._positions(ids, lengths))
+        positions[:, :ids.shape[1]].copy_(real)
 
         def replay(i, *_):
             chain[i].replay()
@@ -243,8 +250,9 @@ class PiecewisePrefill:
     @torch.inference_mode()
     def hidden(self, ids, lengths):
         """Return what stands before the last layer, (1, tokens, width), without any graph."""
+        positions = self._positions(ids, lengths)
         attend = functools.partial(_attend, lengths, self._room_for(ids.shape[1]))
-        [out] = _in_pieces(self.model, functools.partial(_piece_of, self.model), ids, self._positions(ids, lengths), attend)
+        [out] = _in_pieces(self.model, functools.partial(_piece_of, self.model), ids, positions, attend)
         return out
 
     @property
@@ -253,8 +261,12 @@ class PiecewisePrefill:
         return sum(map(pool_bytes, {graph.pool for chain, *_ in self.chains.values() for graph in chain}))
 
     def _positions(self, ids, lengths):
-        if min(lengths, default=0) < 1 or sum(lengths) != ids.shape[1]:
+        if ids.ndim != 2 or len(ids) != 1 or ids.dtype != torch.int64 or ids.device != self.places.device:
+            raise ValueError(f"ids must be int64 of shape (1, tokens) on {self.places.device}, not {ids.dtype} of {tuple(ids.shape)} on {ids.device}")
+        if not all(type(length) is int for length in lengths) or min(lengths, default=0) < 1 or sum(lengths) != ids.shape[1]:
             raise ValueError(f"the lengths of the prompts, {lengths}, do not add up to {ids.shape[1]} tokens")
+        if max(lengths) > self.places.shape[1]:
+            raise ValueError(f"a prompt of {max(lengths):,} tokens is longer than the {self.places.shape[1]:,} positions of this model")
         return torch.cat([self.places[:, :length] for length in lengths], 1)
 
     def _logits(self, out, lengths):

@@ -102,11 +102,13 @@ def _metrics(table):
     default = _of(table, "default")
     names = list(default["metrics"])
     exact, near = ([name for name in names if word in name] for word in ("cuda_graph", "graph"))
-    steps = sum(default["graph_use"].values())
+    tables = {row["configuration"]: sum(row["graph_use"].values()) for _, row in table.drop_duplicates("configuration").iterrows()}
+    steps, others = tables.pop("default"), [f"{steps:,} steps with {name}" for name, steps in tables.items() if steps]
+    its = f"a table of {steps:,} steps" if steps else f"no table of graph use by default{f', but one of {others[0]}' if others else ' either'}"
     return (bool(exact), bool(near), (len(exact),) * 3, f"of {len(names)} metrics name cuda_graph",
             f"vLLM {default['vllm']}: of {len(names)} metrics, {len(exact)} have cuda_graph in their names"
             + (f", and {len(near)} have graph ({', '.join(near[:3])})" if near else "")
-            + f". With --cudagraph-metrics, its log has {f'a table of {steps:,} steps' if steps else 'no table of graph use either'}.")
+            + f". With --cudagraph-metrics, its log has {its}.")
 
 
 CLAIMS = (  # as claims.Claim has it; the last word is what those are that were true of an earlier vLLM

@@ -4,7 +4,9 @@ vLLM is an extra (labkit[vllm]) and is imported in the child only. The child tel
 to a file, of which a failure shows the end. Nothing is left running.
 """
 
+import ctypes
 import functools
+import http.client
 import importlib.util
 import io
 import itertools
@@ -28,7 +30,11 @@ CONFIGURATIONS = {  # what is handed to vllm.LLM
     "graphs, not compiled": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
     "neither": {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}},
     "default, at most 16 sequences": {"max_num_seqs": 16},
+    "default, V1 model runner": {},
 }
+# In vLLM 0.26 only the older of its two model runners (v1/worker/gpu_model_runner.py) counts for --cudagraph-metrics, and dense models
+# get the newer one (v1/worker/gpu/model_runner.py), which does not; see VllmConfig.use_v2_model_runner.
+EXTRA_ENVIRONMENT = {"default, V1 model runner": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 ALWAYS_GIVEN = {"seed": 0, "max_model_len": 2048, "max_num_seqs": 256, "gpu_memory_utilization": 0.5, "disable_log_stats": False,
                 "cudagraph_metrics": True, "skip_tokenizer_init": True}
 SHAPE = {  # the shape of Llama 3.2 1B, as a config.json; its weights are dummies
@@ -36,8 +42,8 @@ SHAPE = {  # the shape of Llama 3.2 1B, as a config.json; its weights are dummie
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "torch_dtype": "bfloat16",
     "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True}
-VLLM_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-PROMPT_TOKENS, SHORT_TEXT, LONG_TEXT = 32, 16, 80  # tokens: the step is what the longer text takes more, for each token more
+VLLM_BATCHES, FEW_BATCHES = (1, 4, 16, 64, 128), (1, 3)  # the few: where only the table of graph use is wanted, and some padding in it
+PROMPT_TOKENS, SHORT_TEXT, LONG_TEXT = 60, 8, 32  # tokens: the step is what the longer text takes more, for each token more
 SHORT_PROMPT, LONG_PROMPT = 24, 1000  # tokens of a prefill that the captured sizes hold, and of one that is larger than all of them
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
                "TOKENIZERS_PARALLELISM": "false"}
@@ -48,6 +54,7 @@ LOGGED = {  # the numbers that are read off vLLM's log
 FOR_EACH_SIZE, STARTED = "CUDAGraph captured for batch size", "labkit: vLLM has started"  # the article's line; and ours
 GRAPH_USE = re.compile(r"\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*(\w+)\s*\|\s*(\d+)\s*\|")  # of the table of graph metrics
 SHOWN = 15  # last lines of the log in an error
+LARGEST_LOG = 32 * 2**20  # bytes; of a longer log, its first and its last half of that are read
 
 
 class VllmFailed(RuntimeError):
@@ -59,12 +66,12 @@ def installed():
     return importlib.util.find_spec("vllm") is not None
 
 
-def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=None):
+def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=None, environment=None):
     """Run one configuration of vLLM in a process of its own; returns what it told, with what its log says, as one dict.
 
     options: keywords of vllm.LLM. model: the name or folder of a model; left out, the shape of a 1B Llama with dummy weights.
-    progress: called with each thing told, a dict. Raises ModuleNotFoundError without vLLM, VllmFailed with its last lines, also
-    after timeout_s seconds.
+    progress: called with each thing told, a dict: first what it is, then each step. environment: variables, {name: value}.
+    Raises ModuleNotFoundError without vLLM, VllmFailed with its last lines, also after timeout_s seconds.
     """
     if not installed():
         raise ModuleNotFoundError("vLLM is not installed: pip install 'labkit[vllm]'", name="vllm")
@@ -77,24 +84,34 @@ def run_vllm(options, model=None, batches=VLLM_BATCHES, timeout_s=300, progress=
         log, told = folder / "log", folder / "told"
         told.touch()
         asked = {"options": given, "batches": list(batches), "told": str(told), "uuid": machine.gpu_uuid()}
-        ended = _vllm_child(asked, log, told, timeout_s, progress)
-        text = log.read_text("utf-8", "replace")
-        if ended:
+        ended = _vllm_child(asked, log, told, timeout_s, progress, environment or {})
+        text = _whole_or_ends(log)
+        heard = [] if ended else [json.loads(line) for line in told.read_text().splitlines()]
+        if len(heard) < 2:
             last = "\n  ".join(line[:300] for line in text.strip().splitlines()[-SHOWN:])
-            raise VllmFailed(f"vLLM {ended}. The last lines of its log:\n  {last or '(none)'}")
-        first, *steps = map(json.loads, told.read_text().splitlines())
-        return first | {"steps": [step["step"] for step in steps], **read_log(text)}
+            raise VllmFailed(f"vLLM {ended or 'ended, and no step was timed'}. The last lines of its log:\n  {last or '(none)'}")
+        return heard[0] | {"steps": [step["step"] for step in heard[1:]], **read_log(text)}
 
 
-def _vllm_child(given, log, told, timeout_s, progress):
+def _whole_or_ends(log):
+    """Return a log as text; of a very long one, how it begins and how it ends."""
+    with open(log, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        parts = [file.read(LARGEST_LOG // 2)]
+        file.seek(max(LARGEST_LOG // 2, size - LARGEST_LOG // 2))
+        return b"".join([*parts, b"\n" * (size > LARGEST_LOG), file.read()]).decode("utf-8", "replace")
+
+
+def _vllm_child(given, log, told, timeout_s, progress, more):
     """Run _in_vllm in a process group of its own and wait; returns "" or how it ended otherwise."""
     code = "import json, sys; from labkit import vllm_runs; vllm_runs._in_vllm(**json.loads(sys.argv[1]))"
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, **ENVIRONMENT, **more, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if Path(given["options"]["model"]).exists():
         environment["HF_HUB_OFFLINE"] = "1"
     with open(log, "wb") as file:
-        child = subprocess.Popen([sys.executable, "-c", code, json.dumps(given)], stdin=subprocess.DEVNULL, stdout=file,
-                                 stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        child = subprocess.Popen([sys.executable, "-c", code, json.dumps({**given, "parent": os.getpid()})], stdin=subprocess.DEVNULL,
+                                 stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     began, seen, running = time.monotonic(), 0, True
     try:
         while running:
@@ -108,7 +125,7 @@ def _vllm_child(given, log, told, timeout_s, progress):
             seen = len(whole)
         if child.returncode:
             names = {number.value: number.name for number in signal.Signals}
-            return f"ended with code {child.returncode}" if child.returncode > 0 else f"crashed: {names.get(-child.returncode)}"
+            return f"ended with code {child.returncode}" if child.returncode > 0 else f"crashed: {names.get(-child.returncode, -child.returncode)}"
         return ""
     finally:
         with suppress(ProcessLookupError):
@@ -148,7 +165,7 @@ def flags(*words):
     return flags_of([words])[0]
 
 
-def flags_of(lines):
+def flags_of(lines, timeout_s=180):
     """Return the same for several lists of words, from one child process: loading the parser takes most of the time.
 
     Raises ModuleNotFoundError without vLLM.
@@ -157,7 +174,11 @@ def flags_of(lines):
         raise ModuleNotFoundError("vLLM is not installed: pip install 'labkit[vllm]'", name="vllm")
     code = f"from labkit import vllm_runs; vllm_runs._parse_flags({[list(words) for words in lines]!r})"
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
+                              timeout=timeout_s, env=environment)
+    except subprocess.TimeoutExpired:
+        return [{"error": f"the parser was not loaded within {timeout_s:g} s"}] * len(lines)
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"labkit"')]
     if answers:
         return json.loads(answers[-1])["labkit"]
@@ -171,27 +192,33 @@ def _last_line(text):
 def look(url, timeout_s=10):
     """Return what a running vLLM server tells of itself: {"version", "metrics": names with values, "graphs": those about graphs}.
 
-    Raises ConnectionError, with what to check, where nobody answers or the answer is not vLLM's.
+    Raises ConnectionError, with what to check, where nobody answers, each answer within timeout_s seconds, or the answer is not vLLM's.
     """
-    base = url.rstrip("/")
+    base = str(url).strip().rstrip("/").removesuffix("/v1")  # which is where clients ask for texts
     if not base.startswith(("http://", "https://")):
         raise ConnectionError(f"a server's address begins with http:// or https://, unlike {url!r}")
     try:
         version = json.loads(_fetched(f"{base}/version", timeout_s))["version"]
         text = _fetched(f"{base}/metrics", timeout_s)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, http.client.HTTPException) as error:
         raise ConnectionError(f"{base} does not answer as vLLM does ({str(error)[:200] or type(error).__name__}): is it the address "
                               "that `vllm serve` printed, and does it answer from here?") from None
     metrics = {}
-    for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", text, re.M):
+    for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)(?: \d+)?$", text, re.M):
         with suppress(ValueError):
             metrics[name] = metrics.get(name, 0.0) + float(value)
-    return {"version": str(version), "metrics": metrics, "graphs": [name for name in metrics if "graph" in name]}
+    return {"version": str(version)[:80], "metrics": metrics, "graphs": [name for name in metrics if "graph" in name]}
 
 
 def _fetched(url, timeout_s):
+    """Return the first 10 MiB of an answer as text; TimeoutError where it does not come whole in time, however it drips."""
+    until, got = time.monotonic() + timeout_s, b""
     with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-        return answer.read(10 * 2**20).decode("utf-8", "replace")
+        while len(got) < 10 * 2**20 and (part := answer.read1(2**16)):
+            got += part
+            if time.monotonic() > until:
+                raise TimeoutError(f"no whole answer within {timeout_s:g} s")
+    return got.decode("utf-8", "replace").replace("\r\n", "\n")
 
 
 # ---- in the child
@@ -211,8 +238,9 @@ def _parse_flags(lines):
     print(json.dumps({"labkit": found}))
 
 
-def _in_vllm(options, batches, told, uuid=None):
+def _in_vllm(options, batches, told, uuid=None, parent=None):
     """Start vLLM, then time texts of two lengths at each batch size, by labkit's clock; tell what is found line by line."""
+    _end_with(parent)
     began, before = time.perf_counter(), machine.used_bytes(uuid) if uuid else 0
     import vllm
 
@@ -236,13 +264,21 @@ def _in_vllm(options, batches, told, uuid=None):
         if batch > options["max_num_seqs"]:
             continue
         calls = {tokens: functools.partial(_write_texts, llm, batch, tokens) for tokens in (SHORT_TEXT, LONG_TEXT)}
-        both = timing.compare(calls, budget_s=4, target=0, without_gpu=set(calls))
+        both = timing.compare(calls, budget_s=3, target=0, without_gpu=set(calls))
         short, long = (both[tokens].wall_us for tokens in (SHORT_TEXT, LONG_TEXT))
         more = LONG_TEXT - SHORT_TEXT
         tell(step={"batch": batch, "wall_us": (long.median - short.median) / more, "wall_us_low": (long.low - short.high) / more,
                    "wall_us_high": (long.high - short.low) / more, "rounds": both[SHORT_TEXT].rounds,
                    "samples": {str(tokens): both[tokens].wall_us.samples for tokens in calls}})
     llm.llm_engine.do_log_stats()
+
+
+def _end_with(parent):
+    """Have this process killed when the one that started it ends, however that ends; on Linux."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if parent and os.getppid() != parent:  # it has ended already
+        sys.exit("whoever started this is gone")
 
 
 def _memory_taken(uuid, before, share):

@@ -3,7 +3,7 @@
 from labkit import batching
 
 ROWS = 32
-COUNTS = {4: {1: 40, 2: 60, 3: 50, 4: 30, 5: 10, 6: 10}, 12: {3: 20, 5: 60, 7: 80, 9: 50, 12: 40, 14: 10}, 24: {9: 30, 14: 60, 17: 70, 20: 50, 23: 40, 27: 10}}
+COUNTS = {4: {1: 40, 2: 60, 3: 50, 4: 30, 5: 10, 6: 10}, 12: {3: 20, 5: 60, 7: 80, 9: 50, 12: 40, 14: 10}, 32: {9: 30, 14: 60, 17: 70, 20: 50, 23: 40, 27: 10}}
 LISTS = {"eager": [], "powers of two": batching.powers_of_two(ROWS), "vLLM's list": batching.vllm_sizes(ROWS), "chosen sizes": [4, 7, 12, 17, 21, 27],
          "every size": batching.every_size(ROWS)}
 

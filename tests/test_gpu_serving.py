@@ -55,6 +55,17 @@ def test_what_stands_in_padding_rows_reaches_no_request():
     assert tokens == alone(model, ids, 9) and decoder.places.tolist() == [14, 0, 0, 0]
 
 
+def test_what_a_request_left_in_its_row_does_not_reach_the_next_one():
+    model = architectures.tiny_model("llama", "cuda")
+    decoder, [ids] = serving.BatchedDecoder(model, 32, 4, [1, 2, 4]), prompts_of(batching.poisson_trace(1, 1, (6, 6)), "cuda")
+    decoder.join(ids), decoder.join(ids)
+    with torch.inference_mode():
+        for buffer in decoder.kept:
+            buffer.fill_(float("nan"))
+    decoder.leave(0), decoder.leave(0)
+    assert [decoder.join(ids), *(decoder.advance()[0] for _ in range(8))] == alone(model, ids, 9)
+
+
 def test_a_replay_leaves_its_logits_where_the_proof_reads_them_and_hands_nothing_out():
     model = architectures.tiny_model("llama", "cuda")
     decoder, [ids] = serving.BatchedDecoder(model, 32, 4, [1, 4]), prompts_of(batching.poisson_trace(1, 1, (6, 6)), "cuda")

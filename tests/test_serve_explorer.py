@@ -23,12 +23,12 @@ def model(tables):
 
 
 def test_it_begins_busy_with_the_powers_of_two(model):
-    assert (model.policy, model.graphs, model.rate) == ("powers of two", 6, 24) and model.row["sizes"] == [1, 2, 4, 8, 16, 32]
-    assert model.options("rate") == (4, 12, 24) and model.options("graphs") == (1, 2, 3, 4, 5, 6)
+    assert (model.policy, model.graphs, model.rate) == ("powers of two", 6, 32) and model.row["sizes"] == [1, 2, 4, 8, 16, 32]
+    assert model.options("rate") == (4, 12, 32) and model.options("graphs") == (1, 2, 3, 4, 5, 6)
 
 
 def test_the_numbers_are_those_of_the_ingredients(model):
-    counts = {batch: 2 * steps for batch, steps in served.COUNTS[24].items()}  # of both rounds
+    counts = {batch: 2 * steps for batch, steps in served.COUNTS[32].items()}  # of both rounds
     row = model.row
     assert row["padding_share"] == batching.wasted_share(row["sizes"], counts) and row["replayed_share"] == 1
     tokens = {batch: batch * steps for batch, steps in counts.items()}
@@ -100,6 +100,19 @@ def test_moving_a_control_changes_words_chart_and_the_other_controls(model):
     assert graphs.value == 6 and len(graphs.options) == 6
     rate.value = 4
     assert model.rate == 4 and "4 requests a second" in summary.value
+
+
+def test_each_control_goes_to_both_its_ends_with_the_others_at_theirs(model):
+    policy, graphs, rate, quantity, summary, chart, _ = serve_view.view(model).children
+    for one in policy.options:
+        for some in (0, -1, 0):
+            policy.value, rate.value = one, rate.options[some]
+            for end in (0, -1):
+                graphs.value = graphs.options[end]
+                quantity.value = quantity.options[end][1]
+                assert (model.policy, model.rate, model.graphs) == (one, rate.options[some], graphs.options[end]) == (policy.value, rate.value, graphs.value)
+                assert f"{one.replace(chr(39), '&#x27;')}, {graphs.value} graph" in summary.value and "nan" not in summary.value + model.chart().text
+                assert 0 <= model.row["padding_share"] < 1 and 0 <= model.row["replayed_share"] <= 1 and min(model.row["step_us"], model.row["pool_bytes"]) > 0
 
 
 def test_a_page_without_widgets_gets_the_words_and_a_chart(tables, monkeypatch):

@@ -85,12 +85,30 @@ def test_no_list_of_as_many_sizes_pads_less_than_the_best(policy):
     assert batching.wasted_share(batching.best_sizes(counts, len(sizes)), counts) <= batching.wasted_share(sizes, counts)
 
 
+def test_a_batch_runs_at_the_smallest_size_that_holds_it_and_as_it_is_above_all():
+    draw = random.Random(2)
+    for _ in range(300):
+        sizes, batch = sorted(draw.sample(range(1, 50), draw.randint(0, 12))), draw.randint(1, 60)
+        run, holding = batching.at_least(sizes, batch), [size for size in sizes if size >= batch]
+        assert run == min(holding, default=batch) >= batch
+
+
+def test_no_sizes_that_hold_all_batches_pad_less_than_as_many_best_ones_and_more_never_pad_more():
+    draw = random.Random(3)
+    for _ in range(100):
+        counts = {batch: draw.randint(1, 10**draw.randint(0, 9)) for batch in draw.sample(range(1, 65), draw.randint(1, 40))}
+        sizes = sorted({*draw.sample(range(1, 65), draw.randint(0, 20)), draw.randint(max(counts), 70)})
+        found = [batching.wasted_share(batching.best_sizes(counts, number), counts) for number in range(1, len(counts) + 2)]
+        assert found[min(len(sizes), len(found)) - 1] <= batching.wasted_share(sizes, counts) + 1e-12
+        assert found == sorted(found, reverse=True) and found[-1] == 0
+
+
 def test_padding_is_counted_by_rows_and_larger_batches_are_not_padded():
     assert batching.wasted_share([4], {3: 2, 4: 1}) == pytest.approx(2 / 12) and batching.wasted_share([2], {5: 1}) == 0
     assert batching.wasted_share([1], {}) == 0 and batching.wasted_share([8, 4], {3: 1}) == 0.25
 
 
-@pytest.mark.parametrize("counts, number", [({}, 1), ({4: 0}, 1), ({0: 3}, 1), ({4: 3}, 0)])
+@pytest.mark.parametrize("counts, number", [({}, 1), ({4: 0}, 1), ({0: 3}, 1), ({4: 3}, 0), ({4: -3}, 1), ({4: 3}, 1.5), ({4: 0.5}, 1), ({2.5: 3}, 1), ({"4": 3}, 1), ({4: 3}, None)])
 def test_sizes_are_not_chosen_for_nothing(counts, number):
     with pytest.raises(ValueError, match="sizes are chosen for batches"):
         batching.best_sizes(counts, number)
@@ -125,10 +143,31 @@ def test_a_trace_file_is_read_in_order_of_arrival(tmp_path):
     ("arrival_s,prompt_tokens,output_tokens\n-1,2,3\n", "line 2: .* arrival_s '-1'"),
     ("arrival_s,prompt_tokens,output_tokens\nnan,2,3\n", "line 2"), ("arrival_s,prompt_tokens,output_tokens\n1,0,3\n", "line 2"),
     ("arrival_s,prompt_tokens,output_tokens\n1,2\n", "line 2: .* output_tokens None"),
-    ("arrival_s,prompt_tokens,output_tokens\n1,2," + "3" * 200_000, "trace.csv, line 2: field larger")])
+    ("arrival_s,prompt_tokens,output_tokens\n1,2," + "3" * 200_000, "trace.csv, line 2: field larger"),
+    ("arrival_s" * 30_000 + ",prompt_tokens\n", "trace.csv, line 1: field larger"), ("arrival_s;prompt_tokens;output_tokens\n1;2;3\n", "commas"),
+    ("arrival_s,prompt_tokens,output_tokens\n1,2.0,3\n", "line 2: .* whole numbers.* '2.0'"),
+    ("arrival_s,prompt_tokens,output_tokens\n1e400,2,3\n", "line 2"), ("arrival_s,prompt_tokens,output_tokens\n1,2,\u00fc\n", "line 2"),
+    ("arrival_s,prompt_tokens,output_tokens\n1,2,3\0\n", "line 2"), ("arrival_s,prompt_tokens,output_tokens\n\n\n1,2,-3\n", "line 4"),
+    ("arrival_s,prompt_tokens,output_tokens\n1,2," + "9" * 5000 + "\n", "line 2")])
 def test_a_trace_file_that_is_none_names_the_line(tmp_path, text, why):
-    (tmp_path / "trace.csv").write_text(text)
-    with pytest.raises(ValueError, match=why):
+    (tmp_path / "trace.csv").write_text(text, "latin-1")
+    with pytest.raises(ValueError, match=why) as raised:
+        batching.read_trace(tmp_path / "trace.csv")
+    assert len(str(raised.value).removeprefix(str(tmp_path))) < 250  # however long the field was
+
+
+def test_a_trace_file_is_served_as_it_says(model, decoder, tmp_path):
+    (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0.5,7,3\n0,2,9\n0,30,3\n")
+    trace, clock = batching.read_trace(tmp_path / "trace.csv"), Clock()
+    prompts = prompts_of(trace)
+    served = batching.serve(decoder, trace, prompts, clock)
+    assert [one.tokens for one in served] == [alone(model, ids, n) for ids, n in zip(prompts, (9, 3, 3))]
+    assert clock.waited and served[2].came_s[0] > 0.5 > served[1].came_s[-1]
+
+
+def test_a_trace_file_in_another_encoding_is_none(tmp_path):
+    (tmp_path / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n1,2,3\n", "utf-16")
+    with pytest.raises(ValueError, match="has no column"):
         batching.read_trace(tmp_path / "trace.csv")
 
 
@@ -174,6 +213,56 @@ def test_padding_rows_change_nothing_and_keep_nothing(model, decoder):
     assert [decoder.advance()[0] for _ in range(5)] == alone(model, ids, 7)[2:]
 
 
+def test_what_a_request_left_in_its_row_does_not_reach_the_next_one(model, decoder):
+    first, second = prompts_of([Request(0, 9, 1), Request(0, 4, 1)])
+    decoder.join(first), decoder.join(first)
+    with torch.inference_mode():
+        for buffer in decoder.kept:
+            buffer[:2, :, 5:] = float("nan")  # masked places count as nothing, but nothing times NaN is NaN
+    decoder.leave(0), decoder.leave(0)
+    tokens = [decoder.join(second), *(decoder.advance()[0] for _ in range(6))]
+    assert tokens == alone(model, second, 7)
+
+
+def test_rows_left_in_any_order_go_on_with_their_own_tokens(model):
+    decoder, draw = serving.BatchedDecoder(model, 24, 4, [1, 3]), random.Random(5)
+    rows, done = [], 0
+    while done < 25:
+        if len(rows) < 4 and draw.random() < 0.5 or not rows:
+            [ids] = prompts_of([Request(0, draw.randint(1, 10), 1)], seed=draw.randrange(10**6))
+            rows.append((ids, [decoder.join(ids)]))
+        elif draw.random() < 0.4 or max(decoder.running) == 24:
+            row = draw.randrange(len(rows))
+            ids, tokens = rows[row]
+            assert tokens == alone(model, ids, len(tokens))
+            rows[row] = rows[decoder.leave(row)]
+            rows.pop()
+            done += 1
+        else:
+            for (_, tokens), token in zip(rows, decoder.advance(), strict=True):
+                tokens.append(token)
+    assert {run for _, run, _ in decoder.steps} >= {1, 3, 4}
+
+
+def test_a_prompt_as_long_as_the_cache_gets_its_one_token(model):
+    decoder, trace = serving.BatchedDecoder(model, 8, 1, [1]), [Request(0.0, 8, 1), Request(0.0, 1, 8), Request(0.0, 3, 5)]
+    prompts = prompts_of(trace)
+    assert [one.tokens for one in batching.serve(decoder, trace, prompts, Clock())] == [alone(model, ids, r.output_tokens) for r, ids in zip(trace, prompts)]
+    decoder.join(prompts[0])
+    with pytest.raises(ValueError, match="row 0 has filled its 8 places"):
+        decoder.advance()
+    assert decoder.leave(0) == 0 and decoder.join(prompts[1]) and len(decoder.advance()) == 1  # refused, not broken
+
+
+def test_a_token_that_ends_texts_ends_no_request():
+    model = architectures.tiny_model("llama", "cpu")
+    [ids] = prompts_of([Request(0, 5, 1)])
+    wanted = alone(model, ids, 9)
+    model.generation_config.eos_token_id = model.config.eos_token_id = wanted[3]
+    decoder = serving.BatchedDecoder(model, 32, 4, [1, 2, 4])
+    assert [one.tokens for one in batching.serve(decoder, [Request(0.0, 5, 9)] * 2, [ids] * 2, Clock())] == [wanted] * 2
+
+
 def test_what_does_not_fit_is_refused(decoder):
     short = prompts_of([Request(0, 3, 1)])[0]
     with pytest.raises(ValueError, match="no row is in use"):
@@ -182,8 +271,9 @@ def test_what_does_not_fit_is_refused(decoder):
         decoder.join(short)
     with pytest.raises(ValueError, match="all 4 rows are in use"):
         decoder.join(short)
-    with pytest.raises(ValueError, match="row 4 is not in use: 4 are"):
-        decoder.leave(4)
+    for row in (4, -1, 0.5, "0", None, True):
+        with pytest.raises(ValueError, match=f"row {row!r} is not in use: 4 are"):
+            decoder.leave(row)
     for _ in range(29):
         decoder.advance()
     with pytest.raises(ValueError, match="row 0 has filled its 32 places"):
@@ -199,7 +289,8 @@ def test_a_prompt_that_is_none_is_refused_and_takes_no_row(decoder, ids, why):
     assert not decoder.running and not decoder.active.any()
 
 
-@pytest.mark.parametrize("request_", [Request(float("nan"), 3, 2), Request(-1.0, 3, 2), Request(0.0, 3, 0), Request(0.0, 4, 2)])
+@pytest.mark.parametrize("request_", [Request(float("nan"), 3, 2), Request(-1.0, 3, 2), Request(0.0, 3, 0), Request(0.0, 4, 2), Request(float("inf"), 3, 2),
+                                      Request(0.0, 3, 2.5), Request("0", 3, 2), Request(0.0, 3, "2"), Request(None, 3, 2)])
 def test_a_request_that_is_none_is_named(decoder, request_):
     with pytest.raises(ValueError, match="request 1: "):
         batching.serve(decoder, [Request(0.0, 3, 1), request_], prompts_of([Request(0.0, 3, 1)] * 2), Clock())
@@ -211,9 +302,9 @@ def test_rows_are_a_whole_number(model):
             serving.BatchedDecoder(model, 32, rows)
 
 
-@pytest.mark.parametrize("sizes", [[0], [5], [1.0], [-1, 2]])
+@pytest.mark.parametrize("sizes", [[0], [5], [1.0], [-1, 2], [True], 4, None, "12"])
 def test_sizes_beyond_the_rows_are_refused(model, sizes):
-    with pytest.raises(ValueError, match="whole numbers from 1 to 4"):
+    with pytest.raises(ValueError, match="whole numbers"):
         serving.BatchedDecoder(model, 32, 4, sizes)
 
 
@@ -228,6 +319,17 @@ def test_a_model_with_other_masks_or_states_is_refused():
 def test_a_model_that_takes_all_rows_to_be_at_one_place_is_refused(name):
     with pytest.raises(decode.DecoderRefused):
         serving.BatchedDecoder(architectures.tiny_model(name, "cpu"), 32, 4)
+
+
+def test_what_is_shown_first_runs_at_a_size_that_is_captured(model, monkeypatch):
+    ran, real = [], serving.BatchedDecoder._advance
+    monkeypatch.setattr(serving.BatchedDecoder, "_advance", lambda decoder: ran.append(len(decoder.running)) or real(decoder))
+    for sizes, rows in (([1, 2], {2, 3}), ([1], {1, 3}), ([4], {3}), ([], {3})):
+        ran.clear()
+        serving.BatchedDecoder(model, 32, 4, sizes)
+        assert set(ran) == rows
+    ran.clear()
+    assert serving.BatchedDecoder(model, 32, 1, [1]).join(torch.ones(3, dtype=torch.int64)) is not None and set(ran) == {1}
 
 
 def test_rows_that_do_not_get_what_they_get_alone_are_refused(model, monkeypatch):
@@ -300,7 +402,7 @@ def test_an_interrupted_run_leaves_no_row_in_use_and_can_be_run_again(model, dec
 
 def test_many_arrivals_are_all_served_once_in_full_and_in_order(model):
     decoder = serving.BatchedDecoder(model, 12, 16, batching.powers_of_two(16))
-    trace = batching.poisson_trace(400, 250, (1, 4), (1, 8), seed=7)
+    trace = batching.poisson_trace(400, 1000, (1, 4), (1, 8), seed=7)
     prompts, clock = prompts_of(trace), Clock()
     served = batching.serve(decoder, trace, prompts, clock)
     assert [one.request for one in served] == trace and not decoder.running
@@ -309,8 +411,53 @@ def test_many_arrivals_are_all_served_once_in_full_and_in_order(model):
     starts = [one.came_s[0] for one in served]
     assert starts == sorted(starts)  # first come, first served
     found = batching.summary(served, decoder.steps)
-    assert found["requests"] == 250 and found["tokens"] == sum(r.output_tokens for r in trace)
-    assert sum(count * times for (count, _, _), times in decoder.steps.items()) == found["tokens"] - 250  # a prompt gives the first
+    assert found["requests"] == 1000 and found["tokens"] == sum(r.output_tokens for r in trace)
+    assert sum(count * times for (count, _, _), times in decoder.steps.items()) == found["tokens"] - 1000  # a prompt gives the first
+
+
+class Counts:
+    """A decoder without a model: the tokens of a request are its number and how many came before."""
+    rows, sizes = 8, [1, 2, 4]
+
+    def __init__(self):
+        self.running, self.steps = [], Counter()
+
+    def check(self, ids, tokens):
+        pass
+
+    def join(self, ids):
+        assert len(self.running) < self.rows
+        self.running.append([ids[0], 0])
+        return ids[0], 0
+
+    def advance(self):
+        for one in self.running:
+            one[1] += 1
+        self.steps[len(self.running), batching.at_least(self.sizes, len(self.running)), True] += 1
+        return [tuple(one) for one in self.running]
+
+    def leave(self, row):
+        last = len(self.running) - 1
+        self.running[row] = self.running[last]
+        self.running.pop()
+        return last
+
+    def reset(self):
+        self.running = []
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rate", [30, 100, 3000])  # mostly idle, just busy, far more than it can serve
+def test_of_a_thousand_arrivals_no_token_is_lost_repeated_or_mixed_up(rate, seed):
+    trace = batching.poisson_trace(rate, 1000, (1, 4), (1, 20), seed=seed)
+    random.Random(seed).shuffle(trace)
+    decoder = Counts()
+    served = batching.serve(decoder, trace, [[number] * r.prompt_tokens for number, r in enumerate(trace)], Clock())
+    assert [one.tokens for one in served] == [[(number, i) for i in range(r.output_tokens)] for number, r in enumerate(trace)]
+    order = sorted(served, key=lambda one: one.request.arrival_s)
+    assert [one.came_s[0] for one in order] == sorted(one.came_s[0] for one in served)  # first come, first served
+    assert all(one.came_s[0] > one.request.arrival_s and one.came_s == sorted(one.came_s) for one in served)
+    assert sum(batch * steps for (batch, _, _), steps in decoder.steps.items()) == sum(r.output_tokens - 1 for r in trace)
 
 
 def test_requests_that_are_alike_but_for_their_prompts_are_not_mixed_up(model, decoder):

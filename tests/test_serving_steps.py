@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+from collections import Counter
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+import served  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 from labkit import architectures, batching, contents, decode, graphs, models, recordings, serving, timing, vllm_runs  # noqa: E402
@@ -123,6 +125,16 @@ def test_a_trace_is_served_in_each_way_at_each_rate_in_each_round(gpu, monkeypat
         assert row["padding_share"] == pytest.approx(batching.wasted_share(row["sizes"], dict(row["batches"])))
 
 
+def test_each_shape_has_run_before_any_trace_is_served(gpu, monkeypatch):
+    lengths, sizes, seen = set(), set(), []
+    join, step_of, serve = serving.BatchedDecoder.join, serving.BatchedDecoder._step_of, batching.serve
+    monkeypatch.setattr(serving.BatchedDecoder, "join", lambda decoder, ids: lengths.add(len(ids)) or join(decoder, ids))
+    monkeypatch.setattr(serving.BatchedDecoder, "_step_of", lambda decoder, size: sizes.add(size) or step_of(decoder, size))
+    monkeypatch.setattr(batching, "serve", lambda *given: seen.append((set(lengths), set(sizes))) or serve(*given))
+    measured("serving_ways")
+    assert seen[0][0] >= set(range(3, 9)) and seen[0][1] == {1, 2, 3, 4}
+
+
 def test_each_way_writes_the_same_tokens(gpu):
     model, trace = architectures.tiny_model("llama", "cpu"), serving_steps.trace_at(9)
     written = []
@@ -182,6 +194,7 @@ def test_prefills_are_compared_in_three_ways_and_come_out_alike(gpu, monkeypatch
     assert [(row["tokens"], row["prompts"], row["way"]) for row in rows] == [
         (tokens, prompts, way) for tokens in (10, 20, 30) for prompts in (1, 4) for way in ("eager", "whole", "pieces")]
     assert all(row["difference"] < 1e-5 for row in rows) and len(gpu) == 1
+    assert rows[0].keys() - {"samples"} == served.prefill()[0].keys()
     assert {row["way"]: row["graphs"] for row in rows} == {"eager": 0, "whole": 3, "pieces": 9}  # two layers: three pieces a size
 
 
@@ -192,6 +205,11 @@ FOUND = {"vllm": "0.26.0", "captured_sizes": [1, 2], "graphs_gib": 0.4, "lines":
          "replays": {"prefill": 17, "long prefill": 0, "decode step": 1.0}}
 
 
+@pytest.mark.parametrize("name, made_up", [("serving_ways", served.ways), ("serving_step_cost", served.steps), ("serving_pools", served.pools)])
+def test_tables_that_are_made_up_have_the_columns_of_those_that_are_measured(gpu, name, made_up):
+    assert {frozenset(row.keys() - {"samples"}) for row in measured(name)} == {frozenset(row) for row in made_up()}
+
+
 @pytest.fixture
 def vllm(monkeypatch):
     monkeypatch.setattr(vllm_runs, "installed", lambda: True)
@@ -199,24 +217,93 @@ def vllm(monkeypatch):
 
 
 def test_each_configuration_of_vllm_gives_a_row_a_batch_with_its_log_lines(vllm, monkeypatch):
-    monkeypatch.setattr(vllm_runs, "run_vllm", lambda options: dict(FOUND))
+    asked = []
+
+    def run(options, *, batches, timeout_s, progress, environment):
+        asked.append((options, batches, environment))
+        assert 0 < timeout_s <= serving_steps.ONE_VLLM_S
+        for _ in (1, *batches):
+            progress({})  # moves the bar
+        return dict(FOUND)
+
+    monkeypatch.setattr(vllm_runs, "run_vllm", run)
     rows = measured("vllm_table")
     assert [(row["configuration"], row["batch"]) for row in rows] == [(name, batch) for name in vllm_runs.CONFIGURATIONS for batch in (1, 2)]
+    assert [options for options, *_ in asked] == list(vllm_runs.CONFIGURATIONS.values())
+    assert [batches for _, batches, _ in asked] == [[1, 4, 16, 64, 128]] * 4 + [[1, 4, 16], [1, 3]]
+    assert [environment for *_, environment in asked] == [None] * 5 + [{"VLLM_USE_V2_MODEL_RUNNER": "0"}]
     assert rows[0]["graphs"] == 2 and rows[0]["replays_long_prefill"] == 0 and rows[0]["lines"] == ["took 0.4 GiB"] and "steps" not in rows[0]
 
 
 def test_a_configuration_that_fails_is_left_out_and_all_that_fail_are_an_error(vllm, monkeypatch, capsys):
-    def run(options, but=None):
-        if options != but:
+    def run(options, but=None, environment=None, **_):
+        if options != but or environment:
             raise vllm_runs.VllmFailed("vLLM ended with code 1")
         return dict(FOUND)
 
-    monkeypatch.setattr(vllm_runs, "run_vllm", lambda options: run(options, {}))
+    monkeypatch.setattr(vllm_runs, "run_vllm", lambda options, **more: run(options, {}, **more))
     assert {row["configuration"] for row in measured("vllm_table")} == {"default"}
     assert "Left out: neither: vLLM ended with code 1" in capsys.readouterr().out
     monkeypatch.setattr(vllm_runs, "run_vllm", run)
     with pytest.raises(vllm_runs.VllmFailed, match="default: vLLM ended with code 1; enforce_eager: "):
         registry.EXPERIMENTS["vllm_table"].measure()
+
+
+def test_one_that_hangs_costs_the_last_ones_and_no_more(vllm, monkeypatch, capsys):
+    now = [0.0]
+
+    def run(options, *, timeout_s, **_):
+        if options == {"enforce_eager": True}:
+            now[0] += timeout_s
+            raise vllm_runs.VllmFailed(f"vLLM did not end within {timeout_s:g} s")
+        now[0] += 80
+        return dict(FOUND)
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(vllm_runs, "run_vllm", run)
+    assert {row["configuration"] for row in measured("vllm_table")} == set(list(vllm_runs.CONFIGURATIONS)[:5]) - {"enforce_eager"}
+    assert now[0] <= serving_steps.VLLM_LIMIT_S + 80
+    said = capsys.readouterr().out
+    assert "enforce_eager: vLLM did not end within 240 s" in said and "default, V1 model runner: no time was left of 500 s" in said
+
+
+def test_both_loops_are_timed_at_the_same_mean_context():
+    assert vllm_runs.PROMPT_TOKENS + (vllm_runs.SHORT_TEXT + vllm_runs.LONG_TEXT) / 2 == serving_steps.STEP_PLACE
+    assert set(vllm_runs.VLLM_BATCHES) <= set(serving_steps.STEP_SIZES) and {1, 128} <= set(vllm_runs.VLLM_BATCHES)
+    assert vllm_runs.PROMPT_TOKENS * 128 <= 8192  # tokens that vLLM prefills at once by default, on smaller GPUs too
+
+
+def test_no_trace_takes_long_even_where_a_step_takes_a_tenth_of_a_second():
+    class Slow:
+        rows, running, steps, at = serving_steps.ROWS, [], Counter(), 0.0
+
+        def check(self, ids, tokens):
+            assert len(ids) + tokens - 1 <= serving_steps.PLACES
+
+        def join(self, ids):
+            self.at, self.running = self.at + 0.1, [*self.running, len(ids)]
+
+        def advance(self):
+            self.at += 0.1
+            return self.running
+
+        def leave(self, row):
+            self.running = self.running[:-1]
+            return len(self.running)
+
+        def reset(self):
+            pass
+
+        def now(self):
+            return self.at
+
+        def wait(self, until):
+            self.at = until
+
+    for rate in serving_steps.RATES:
+        trace, slow = serving_steps.trace_at(rate), Slow()
+        batching.serve(slow, trace, [range(request.prompt_tokens) for request in trace], slow)
+        assert 3 < slow.at < 60  # and a GPU's steps take a fifth of that, or less: a trace that cannot be kept up with ends all the same
 
 
 def test_flags_are_held_against_what_is_meant_by_them(monkeypatch):
@@ -230,6 +317,13 @@ def test_flags_are_held_against_what_is_meant_by_them(monkeypatch):
     rows = measured("vllm_flags")
     assert [row["as_meant"] for row in rows] == [False, False, False, True, True, True] and {row["vllm"] for row in rows} == {"0.26.0"}
     assert rows[0]["error"] == "unrecognized arguments: false" and rows[2]["model"] == "false"
+
+
+def test_a_parser_that_could_not_be_loaded_is_no_answer(monkeypatch):
+    monkeypatch.setattr(vllm_runs, "flags_of", lambda lines: [{"error": "ModuleNotFoundError: No module named 'uvloop'"}] * len(lines))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.26.0")
+    with pytest.raises(vllm_runs.VllmFailed, match="reads no line at all: .* 'uvloop'"):
+        registry.EXPERIMENTS["vllm_flags"].measure()
 
 
 def test_without_vllm_a_live_lab_takes_the_recording_and_measuring_says_what_is_missing(monkeypatch, capsys):
@@ -270,6 +364,14 @@ def test_a_prefill_of_other_models_or_lengths_is_refused():
     for lengths in ([4], [3, 4], [6, 0], [], [7, -1]):
         with pytest.raises(ValueError, match="do not add up to 6 tokens"):
             prefill(torch.ones(1, 6, dtype=torch.int64), lengths)
+    for ids in (torch.ones(6, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64), torch.ones(1, 6)):
+        with pytest.raises(ValueError, match="ids must be int64 of shape"):
+            prefill(ids, [6])
+    with pytest.raises(ValueError, match="a prompt of 200 tokens is longer than the 128 positions"):
+        prefill(torch.ones(1, 200, dtype=torch.int64), [200])
+    for sizes in ([0], [-3], [2.5], [True], [129], [8, 0]):
+        with pytest.raises(ValueError, match="whole numbers from 1 to 128"):
+            serving.PiecewisePrefill(architectures.tiny_model("llama", "cpu"), sizes)
 
 
 def test_the_clock_holds_the_gpu_waits_and_gives_all_back(monkeypatch):

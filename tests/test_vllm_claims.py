@@ -30,7 +30,8 @@ def test_numbers_come_from_the_rows():
     assert "+0.19 GiB are in use" in judge("vllm-budget", taken(0.19)).why
     assert 'says "Graph capturing finished in 4 secs, took 0.40 GiB".' in judge("vllm-log", vllm()).why
     assert "a table of 900 steps" in judge("vllm-metrics", vllm(default={"graph_use": {"FULL": 900}})).why
-    assert "no table of graph use either" in judge("vllm-metrics", vllm()).why
+    assert "no table of graph use by default, but one of 720 steps with default, V1 model runner." in judge("vllm-metrics", vllm()).why
+    assert "no table of graph use by default either." in judge("vllm-metrics", vllm(every={"graph_use": {}})).why
 
 
 @pytest.mark.parametrize("id, left_out, missing", [

@@ -1,13 +1,18 @@
 """The runner of vLLM, on a vLLM made up here: what is asked, told, read off its log, and what becomes of failures."""
 
+import contextlib
 import http.server
 import json
+import os
+import socket
+import subprocess
 import sys
 import threading
 import time
 
 import psutil
 import pytest
+import vllm_cases
 
 from labkit import vllm_runs
 from labkit.vllm_runs import VllmFailed
@@ -35,6 +40,28 @@ class SamplingParams:
 class LLM:
     def __init__(self, **options):
         print({LOG!r})
+        ill = options.get("compilation_config", {{}}).get("ill")
+        if ill == "port":
+            import socket
+            with socket.socket() as taken, socket.socket() as late:
+                taken.bind(("127.0.0.1", 0))
+                taken.listen()
+                late.bind(taken.getsockname())
+        if ill == "bytes":
+            sys.stdout.flush()
+            os.write(1, b"\\xff\\xfe caf\\xe9 \\x1b[31m\\x00\\n" * 3)
+            sys.exit(3)
+        if ill == "long":
+            for _ in range(300):
+                print("x" * 100_000)
+            print("the end of a long log")
+        if ill == "killed":
+            os.kill(os.getpid(), 9)
+        if ill == "quiet":
+            os._exit(0)
+        if ill == "environment":
+            print("V2 is", os.environ.get("VLLM_USE_V2_MODEL_RUNNER"), file=sys.stderr, flush=True)
+            os._exit(5)
         if "broken" in options.get("compilation_config", {{}}):
             raise RuntimeError("CUDA out of memory, made up")
         if options.get("enforce_eager"):  # takes for ever, and starts somebody who does, too
@@ -75,7 +102,7 @@ def compare(calls, *, budget_s, target, without_gpu):
     for tokens, call in calls.items():
         call(), call()
         us = 1000.0 * tokens + 5000
-        made[tokens] = types.SimpleNamespace(rounds=7, wall_us=types.SimpleNamespace(median=us, low=us - 64, high=us + 64, samples=[us]))
+        made[tokens] = types.SimpleNamespace(rounds=7, wall_us=types.SimpleNamespace(median=us, low=us - 24, high=us + 24, samples=[us]))
     return made
 '''
 PARSER = '''
@@ -115,6 +142,8 @@ def test_a_configuration_tells_steps_sizes_and_what_its_log_says(vllm):
     assert found["graphs_gib"] == 0.45 and found["start_s"] > 0 and found["compiles"] is True
     assert found["replays"] == {"prefill": 3, "long prefill": 0, "decode step": 1} and found["metrics"] == ["vllm:a", "vllm:b"]
     assert found["captured_at_start"] is True and found["lines_for_sizes"] == 0 and found["taken_gib"] is None  # no GPU here
+    named = {f"replays_{what.replace(' ', '_')}" for what in found["replays"]} | {"configuration", "graphs"}
+    assert set(vllm_cases.vllm().columns) - named <= found.keys() | found["steps"][0].keys()  # what tests make up, a run gives
     assert heard[0]["vllm"] == found["vllm"] and [said["step"] for said in heard[1:]] == found["steps"]
 
 
@@ -162,6 +191,55 @@ def test_one_that_takes_too_long_is_stopped_with_all_it_started(vllm):
         pytest.fail("what vLLM had started still runs")
 
 
+@pytest.mark.parametrize("ill, why", [("port", r"ended with code 1.*Address already in use"), ("bytes", "ended with code 3.*\ufffd\ufffd caf\ufffd"),
+                                      ("killed", "crashed: SIGKILL"), ("quiet", r"ended, and no step was timed.*init engine"),
+                                      ("environment", "ended with code 5.*V2 is 0")])
+def test_each_way_to_end_badly_is_told_with_the_last_lines(vllm, ill, why):
+    with pytest.raises(VllmFailed, match=f"(?s)vLLM {why}"):
+        vllm_runs.run_vllm({"compilation_config": {"ill": ill}}, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"})
+
+
+def test_of_a_very_long_log_both_ends_are_read(vllm, monkeypatch):
+    monkeypatch.setattr(vllm_runs, "LARGEST_LOG", 2**20)
+    found = vllm_runs.run_vllm({"compilation_config": {"ill": "long"}}, batches=(1,))
+    assert found["graphs_gib"] == 0.45 and found["captured_at_start"] is True
+    log = vllm / "log"
+    log.write_bytes(b"a" * 2**20)
+    assert vllm_runs._whole_or_ends(log) == "a" * 2**20
+    log.write_bytes(b"first" + b"b" * 3 * 2**20 + b"last")
+    text = vllm_runs._whole_or_ends(log)
+    assert text.startswith("firstb") and text.endswith("blast") and len(text) == 2**20 + 1
+    log.write_bytes(b"")
+    assert vllm_runs._whole_or_ends(log) == ""
+
+
+def test_no_batch_that_fits_is_an_error(vllm):
+    with pytest.raises(VllmFailed, match="ended, and no step was timed"):
+        vllm_runs.run_vllm({"max_num_seqs": 4}, batches=(8,))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how a process ends with another one is Linux's own")
+def test_vllm_ends_with_whoever_started_it_however_that_ends(vllm):
+    code = ("from labkit import vllm_runs; "
+            "vllm_runs.run_vllm({'enforce_eager': True}, timeout_s=60, progress=print)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    starter = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    children = []
+    for _ in range(600):
+        children = psutil.Process(starter.pid).children(recursive=True)
+        if len(children) >= 2:  # vLLM, and what it has started
+            break
+        time.sleep(0.05)
+    vllm_itself = next(child for child in children if child.ppid() == starter.pid)
+    starter.kill()
+    starter.wait()
+    gone, _ = psutil.wait_procs([vllm_itself], timeout=10)
+    for child in children:
+        if child.is_running():
+            child.kill()
+    assert gone == [vllm_itself]
+
+
 def test_flags_are_read_by_the_parser_itself(vllm):
     assert vllm_runs.flags("some/model", "--enforce-eager") == {"enforce_eager": True, "model": "some/model"}
     assert vllm_runs.flags("--enforce-eager", "false") == {"enforce_eager": True, "model": "false"}
@@ -174,6 +252,14 @@ def test_flags_are_read_by_the_parser_itself(vllm):
 def test_a_parser_that_cannot_be_loaded_says_why_for_each(vllm):
     (vllm / "vllm/utils/argparse_utils.py").write_text("raise ImportError('no such parser')")
     assert [found["error"] for found in vllm_runs.flags_of([["a"], ["b"]])] == ["ImportError: no such parser"] * 2
+
+
+def test_a_parser_that_hangs_or_prints_what_is_no_text_says_so_for_each(vllm):
+    parser = vllm / "vllm/utils/argparse_utils.py"
+    parser.write_text("import time; time.sleep(60)")
+    assert vllm_runs.flags_of([["a"], ["b"]], timeout_s=1) == [{"error": "the parser was not loaded within 1 s"}] * 2
+    parser.write_text("import os; os.write(1, b'\\xff\\n'); os.write(2, b'bad \\xff byte\\n'); os._exit(1)")
+    assert vllm_runs.flags_of([["a"]]) == [{"error": "bad \ufffd byte"}]
 
 
 def test_the_memory_taken_is_what_came_into_use_since(monkeypatch):
@@ -227,7 +313,7 @@ def test_a_server_tells_its_version_and_metrics(server):
     url, answers = server
     assert vllm_runs.look(url + "/") == {"version": "0.26.0", "graphs": [], "metrics": {
         "vllm:num_requests_running": 3.0, "vllm:generation_tokens_total": 15.0}}
-    answers["/metrics"] += "vllm:cudagraph_replays_total 7\n"
+    answers["/metrics"] = answers["/metrics"].replace("\n", "\r\n") + "vllm:cudagraph_replays_total 7 1700000000000\nvllm:none oops\n"
     assert vllm_runs.look(url)["graphs"] == ["vllm:cudagraph_replays_total"]
 
 
@@ -239,8 +325,56 @@ def test_what_is_no_vllm_server_is_named(server, version):
         vllm_runs.look(url)
 
 
-def test_an_address_that_is_none_is_named(server):
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "localhost:8000", "http://", "", None, 8000])
+def test_an_address_that_is_none_is_named(url):
     with pytest.raises(ConnectionError, match="begins with http"):
-        vllm_runs.look("file:///etc/passwd")
+        vllm_runs.look(url)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:99999", "http://127.0.0.1:many", "http://[", "http://a b/",
+                                 "http://127.0.0.1:1/\u00fc", "http://" + "a" * 300])
+def test_an_address_that_nobody_is_at_is_named(url):
     with pytest.raises(ConnectionError, match="does not answer"):
-        vllm_runs.look("http://127.0.0.1:1", timeout_s=2)
+        vllm_runs.look(url, timeout_s=2)
+
+
+def test_the_address_that_clients_are_given_will_do(server):
+    url, _ = server
+    assert vllm_runs.look(f" {url}/v1/ ")["version"] == "0.26.0"
+
+
+@pytest.mark.parametrize("raw", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nshort", b"HTTP/1.1 9\r\n\r\n",
+                                 b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n",
+                                 b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 200 " + b"x" * 70_000])
+def test_whatever_answers_there_the_error_is_one(raw):
+    with answering(lambda connection: connection.sendall(raw)) as url, pytest.raises(ConnectionError, match="does not answer as vLLM does"):
+        vllm_runs.look(url, timeout_s=2)
+
+
+def test_an_answer_that_drips_for_ever_is_given_up():
+    def drip(connection):
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(200):
+            connection.sendall(b" ")
+            time.sleep(0.05)
+
+    began = time.monotonic()
+    with answering(drip) as url, pytest.raises(ConnectionError, match="no whole answer within 1 s"):
+        vllm_runs.look(url, timeout_s=1)
+    assert time.monotonic() - began < 8
+
+
+@contextlib.contextmanager
+def answering(answer):
+    """Give the address of a server that answers each who calls in its own way."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection, contextlib.suppress(OSError):
+                        connection.recv(2**16)
+                        answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"

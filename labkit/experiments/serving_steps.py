@@ -6,10 +6,11 @@ from labkit.experiments.registry import EXPERIMENTS, cells, experiment
 # The shape of Llama 3.2 1B in bfloat16, as vllm_runs gives it to vLLM: so that both loops are seen with the same work.
 LAYERS, WIDTH, PRECISION = 16, 2048, "bfloat16"
 ROWS, PLACES, TOKENS = 32, 256, (16, 128)  # rows that a server has, places in each, tokens of a prompt and of its answer
-RATES, TRACE_S, ROUNDS = (4, 12, 24), 5, 2  # requests a second, for so many seconds; each trace is served twice in each way
+RATES, TRACE_S, ROUNDS = (4, 12, 32), 4, 2  # requests a second, for so many seconds; each trace is served twice in each way
 STEP_SIZES, STEP_PLACE, EAGER_STEPS = (*range(1, 33), 48, 64, 96, 128), 80, (1, 2, 4, 8, 16, 32, 64, 128)
 POOL_SIZES = batching.vllm_sizes(128)
 PREFILL_SIZES, PREFILL_TOKENS, SPLIT = (128, 512, 1024, 4096), (100, 400, 1000, 3000), (0.4, 0.3, 0.2, 0.1)
+VLLM_LIMIT_S, ONE_VLLM_S = 500, 240  # seconds for all configurations of vLLM, and for one: one that hangs must not cost the others
 FLAGS = (  # what somebody types, and which enforce_eager is meant by it: first as the article types it
     ("article", ("some/model", "--enforce-eager", "false"), False), ("article", ("some/model", "--enforce-eager", "true"), True),
     ("article", ("--enforce-eager", "false"), False), ("right", ("some/model",), False),
@@ -46,6 +47,7 @@ def serving_ways():
     model, rows = _server_model(), []
     lists = {"eager": [], "powers of two": batching.powers_of_two(ROWS), "vLLM's list": batching.vllm_sizes(ROWS), "every size": batching.every_size(ROWS)}
     made = {way: serving.BatchedDecoder(model, PLACES, ROWS, sizes) for way, sizes in lists.items()}
+    run_each_shape_once(made["eager"])
     counts = {}
     for rate in RATES:
         for batch, steps in served_once(made["powers of two"], trace_at(rate, seed=1))["batches"]:
@@ -63,6 +65,19 @@ def serving_ways():
     torch.cuda.empty_cache()
     order = list(lists)[:3] + ["chosen sizes", "every size"]
     return sorted(rows, key=lambda row: (row["rate"], order.index(row["way"]), row["round"]))
+
+
+def run_each_shape_once(decoder):
+    """Run each length of a prompt and each number of rows, eagerly: what comes first with a shape pays for the choice of kernels."""
+    import torch
+
+    for length in range(TOKENS[0], TOKENS[1] + 1):
+        decoder.join(torch.ones(length, dtype=torch.int64, device=decoder.tokens.device))
+        decoder.leave(0)
+    with torch.inference_mode():
+        for rows in range(1, decoder.rows + 1):
+            decoder.eager(rows)()
+    decoder.reset()
 
 
 def served_once(decoder, trace, clock=None):
@@ -105,7 +120,7 @@ def serving_step_cost():
     calls = {("eager", batch): step_of_loop(eager, batch) for batch in EAGER_STEPS}
     calls |= {("graph", batch): step_of_loop(graphed, batch) for batch in STEP_SIZES}
     with torch.inference_mode():
-        both = timing.compare(calls, budget_s=16, target=0, without_gpu=set(calls))
+        both = timing.compare(calls, budget_s=12, target=0, without_gpu=set(calls))
     return [{"way": way, "batch": batch, **cells("wall_us", both[way, batch].wall_us), "rounds": both[way, batch].rounds,
              "capture_s": graphed.graphs[batch].capture_seconds if way == "graph" else None,
              "samples": {"wall_us": both[way, batch].wall_us.samples}} for way, batch in calls]
@@ -129,6 +144,8 @@ def serving_pools():
     A row for each capture of each way: the bytes that the pools so far keep, and that the GPU has less.
     The last way hands the logits out, (size, vocabulary), which then keep their place in the pool.
     """
+    import gc
+
     import torch
 
     from labkit import contents, graphs, serving
@@ -137,6 +154,7 @@ def serving_pools():
     down, quiet = POOL_SIZES[::-1], decoder.without_output
     for how, order, shared, step in (("one pool, largest first", down, True, quiet), ("one pool, smallest first", POOL_SIZES, True, quiet),
                                      ("a pool for each", down, False, quiet), ("one pool, outputs kept", down, True, decoder.eager)):
+        gc.collect()  # now, and not within the captures: what was free before must not become more
         torch.cuda.empty_cache()
         made, free = [], torch.cuda.mem_get_info()[0]
         for size in order:
@@ -175,7 +193,7 @@ def serving_prefill():
                 for way, call in ways.items():
                     calls[tokens, len(lengths), way] = call
                     difference[tokens, len(lengths), way] = float((call().float() - own).abs().max() / own.abs().max())
-        both = timing.compare(calls, budget_s=16, target=0, without_gpu=set(calls))
+        both = timing.compare(calls, budget_s=10, target=0, without_gpu=set(calls))
     kept = {"eager": (0, 0), "whole": (len(PREFILL_SIZES), whole.pool_bytes), "pieces": (
         sum(len(chain) for chain, *_ in pieces.chains.values()), pieces.pool_bytes)}
     return [{"tokens": tokens, "prompts": prompts, "way": way, **cells("wall_us", both[tokens, prompts, way].wall_us),
@@ -209,25 +227,34 @@ def vllm_table():
     """Run vLLM itself in each of its configurations, each in a process of its own: time per step, sizes, memory, its log lines.
 
     A row for each configuration and batch: the time of a step, beside what the configuration told at its start and in its log.
-    A configuration that fails is left out, aloud. Raises ModuleNotFoundError without vLLM, VllmFailed where all fail.
+    A configuration that fails is left out, aloud, as is one that no time is left for. Raises ModuleNotFoundError without vLLM,
+    VllmFailed where all fail.
     """
     import gc
+    import time
 
     if not vllm_runs.installed():
         raise ModuleNotFoundError("vLLM is not installed here: pip install 'labkit[vllm]' (into an environment of its own), or look at "
                                   "the recording: experiments.of_vllm('vllm_table')", name="vllm")
     import torch
+    from tqdm import tqdm
 
     gc.collect()
     torch.cuda.empty_cache()  # vLLM takes half of the GPU
-    rows, failed = [], {}
+    rows, failed, until = [], {}, time.monotonic() + VLLM_LIMIT_S
     for name, options in vllm_runs.CONFIGURATIONS.items():
-        print(f"vLLM, {name}: about a minute", flush=True)
+        more = vllm_runs.EXTRA_ENVIRONMENT.get(name)
+        batches = vllm_runs.FEW_BATCHES if more else vllm_runs.VLLM_BATCHES
+        steps = [batch for batch in batches if batch <= options.get("max_num_seqs", batch)]
         try:
-            found = vllm_runs.run_vllm(options)
+            if (left := until - time.monotonic()) < 10:
+                raise vllm_runs.VllmFailed(f"no time was left of {VLLM_LIMIT_S} s")
+            with tqdm(total=1 + len(steps), desc=f"vLLM, {name}", leave=False) as bar:
+                found = vllm_runs.run_vllm(options, batches=steps, timeout_s=min(left, ONE_VLLM_S), progress=lambda _: bar.update(),
+                                           environment=more)
         except vllm_runs.VllmFailed as error:  # one that fails must not cost the others
             failed[name] = str(error)
-            print(f"Left out: {name}: {error}")
+            print(f"Left out: {name}: {error}", flush=True)
             continue
         about = {key: value for key, value in found.items() if key not in ("steps", "replays")}
         about |= {f"replays_{what.replace(' ', '_')}": count for what, count in found["replays"].items()}
@@ -241,11 +268,14 @@ def vllm_table():
 def vllm_flags():
     """Let vLLM's own parser read what the article types, and what is right: which enforce_eager and which model come out.
 
-    A row for each list of words: what was meant by it, and what the parser made of it.
+    A row for each list of words: what was meant by it, and what the parser made of it. Raises VllmFailed where it is not vLLM's
+    parser that refuses, but none could be loaded: then not even what is right is read.
     """
     from importlib.metadata import version
 
     answers = vllm_runs.flags_of([words for _, words, _ in FLAGS])
+    if all("error" in answer for (whose, *_), answer in zip(FLAGS, answers) if whose == "right"):
+        raise vllm_runs.VllmFailed(f"vLLM's parser reads no line at all: {answers[-1]['error']}")
     return [{"whose": whose, "words": " ".join(words), "meant": meant, "enforce_eager": answer.get("enforce_eager"), "model": answer.get("model"),
              "error": answer.get("error", ""), "as_meant": answer.get("enforce_eager") is meant and answer["model"] not in words[1:],
              "vllm": version("vllm")} for (whose, words, meant), answer in zip(FLAGS, answers, strict=True)]

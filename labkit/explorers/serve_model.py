@@ -82,7 +82,7 @@ class ServeModel(HasTraits):
     def _say(self):
         row = self.row
         served = self.ways[(self.ways["rate"] == self.rate) & self.ways["sizes"].map(lambda sizes: list(sizes) == row["sizes"])]
-        said = (f"{self.policy}, {self.graphs} graphs ({_listed(row['sizes'])}), {self.rate} requests a second: {row['padding_share']:.1%} of the rows "
+        said = (f"{self.policy}, {self.graphs} graph{'s' * (self.graphs > 1)} ({_listed(row['sizes'])}), {self.rate} requests a second: {row['padding_share']:.1%} of the rows "
                 f"are padding, {row['replayed_share']:.1%} of the steps are replays, and a step takes {charts.time(row['step_us'])}. "
                 f"The pool takes {row['pool_bytes'] / 2**20:,.0f} MiB, the captures {row['capture_s']:.1f} s. Computed from what each size costs.")
         if served.empty:
