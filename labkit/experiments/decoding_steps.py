@@ -187,20 +187,20 @@ def _captured_rungs(model, joined, batch, context):
 
 def _joined(model):
     """Return a context in which projections of the same input are one product; one that does nothing where they are already."""
-    from labkit import decoding
+    from labkit import sharing
 
     try:
-        return decoding.JoinedProjections(model)
+        return sharing.JoinedProjections(model)
     except ValueError:
         return contextlib.nullcontext()
 
 
 def _reading_once(step):
     """Return a decode step whose attention reads the keys and values that heads share once."""
-    from labkit import decoding
+    from labkit import sharing
 
     def reading_once(ids):
-        with decoding.keys_read_once():
+        with sharing.keys_read_once():
             return step(ids)
 
     return reading_once
@@ -213,7 +213,7 @@ def _compiled(step, joined):
     """
     import torch
 
-    from labkit import decoding
+    from labkit import sharing
 
     def one_token(ids):
         result = step.model(input_ids=ids, position_ids=step.position, use_cache=True, **{step.keyword: step.cache})
@@ -223,7 +223,7 @@ def _compiled(step, joined):
 
     def compiled_step(ids):
         step.lengths.fill_(step.context - 1)
-        with decoding.keys_read_once(), joined:
+        with sharing.keys_read_once(), joined:
             return run(ids)
 
     return compiled_step
