@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import operator
 import re
 
 import torch
@@ -192,14 +193,17 @@ class StaticStep:
         given = {name: value for name, value in sampling.items() if value is not None}
         if not given:
             return "greedy"
-        limits = {"temperature": (given.get("temperature", 1) > 0, "above 0 (for greedy, leave all sampling options out)"),
+        given |= {name: whole_numbers(**{name: given[name]})[0] for name in ("top_k", "seed") if name in given}
+        limits = {"temperature": (1e-6 <= given.get("temperature", 1) <= 1e6, "from 1e-6 to 1e6 (for greedy, leave all sampling options out)"),
                   "top_k": (given.get("top_k", 1) >= 1, "1 or more"),
-                  "top_p": (0 < given.get("top_p", 1) <= 1, "above 0 and at most 1")}
+                  "top_p": (0 < given.get("top_p", 1) <= 1, "above 0 and at most 1"),
+                  "seed": (0 <= given.get("seed", 0) < 2**63, "from 0 to 2**63 - 1")}
         for name, (fits, wanted) in limits.items():
             if not fits:
                 raise ValueError(f"{name} must be {wanted}, not {given[name]}")
         for name, tensor in self.options.items():
-            tensor.fill_(given.get(name, SAMPLING[name] or len(self.ends)))
+            most = len(self.ends)
+            tensor.fill_(min(given.get(name, SAMPLING[name] or most), most) if name == "top_k" else given.get(name, SAMPLING[name]))
         self.seed = given.get("seed", 0)
         return "filtered" if {"top_k", "top_p"} & given.keys() else "sampled"
 
@@ -210,12 +214,14 @@ class StaticStep:
         """
         config = self.model.generation_config
         tokens = config.eos_token_id if tokens is None else tokens
-        tokens = [tokens] if isinstance(tokens, int) else list(() if tokens is None else tokens)
+        tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # a tensor, or NumPy's
+        tokens = [tokens] if isinstance(tokens, (int, float)) else () if tokens is None else tokens
+        tokens = [whole_numbers(eos_token_id=token)[0] for token in tokens]
         if wrong := [token for token in tokens if not 0 <= token < len(self.ends)]:
             raise ValueError(f"eos_token_id must be from 0 to {len(self.ends) - 1}, not {wrong[0]}")
         self.ends.zero_()
         self.ends[tokens] = True
-        self.padding.fill_(next(t for t in (config.pad_token_id, *tokens, 0) if t is not None))
+        self.padding.fill_(next(t for t in (config.pad_token_id, *tokens, 0) if t in range(len(self.ends))))
         return bool(tokens)
 
     def _template(self):
@@ -318,3 +324,11 @@ def cache_keyword(model):
     """Return the name under which a model's forward takes its cache, None if it keeps none: the wrong one is ignored."""
     named = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values", "cache_params") if name in named), None)
+
+
+def whole_numbers(**named):
+    """Return numbers as a list of ints; raises ValueError for one that is not whole."""
+    try:
+        return [operator.index(number) for number in named.values()]
+    except TypeError:
+        raise ValueError(f"{' and '.join(named)} must be whole, not {' and '.join(map(repr, named.values()))}") from None
