@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from made_up import LABEL, table  # noqa: E402
+from test_decode_loop import Tape  # noqa: E402
 
 from labkit import architectures, experiments, graphs, models, timing, trace  # noqa: E402
 from labkit.experiments import decoding_steps, registry  # noqa: E402
@@ -167,6 +168,55 @@ def test_an_architecture_is_tried_by_hand_and_by_the_decoder(name):
     assert decoding_steps._by_hand(name, "cpu") == {"static_equals": True}
     found = decoding_steps._by_decoder(name, "cpu")
     assert found["decodes"] and found["decoder_equals"] and found["padding"] and found["nodes"] is None
+
+
+class Pretended(str):
+    """A device that is the CPU to torch, and a GPU to whoever asks."""
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        return other in ("cpu", "cuda")
+
+
+class Taped:
+    """Instead of a graph of a _HandStep: what its operations were, once, on tensors that stay where they are."""
+
+    def __init__(self, step, clone):
+        step(), step(), step()
+        tensors = [t for layer in step.cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)] + [step.token]
+        before = [t.clone() for t in tensors]
+        with Tape() as self.tape:
+            step()
+        for tensor, was in zip(tensors, before):
+            tensor.copy_(was)  # a capture does not run
+
+    def replay(self):
+        self.tape.replay()
+
+
+@pytest.mark.parametrize("name, found", [
+    ("llama", {"static_equals": True, "captures": True, "captured_equals": True}),
+    ("mistral", {"static_equals": True, "captures": True, "captured_equals": False}),  # its position is baked in
+    ("mixtral", {"static_equals": True, "captures": True, "captured_equals": False})])
+def test_a_step_captured_by_hand_is_right_wrong_or_says_why_not(monkeypatch, name, found):
+    monkeypatch.setattr(graphs, "GraphedCallable", Taped)
+    assert decoding_steps._by_hand(name, Pretended("cpu")) == found
+
+
+def test_a_replay_that_breaks_was_captured_and_is_wrong(monkeypatch):
+    class Breaks(Taped):
+        def replay(self):
+            raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(graphs, "GraphedCallable", Breaks)
+    assert decoding_steps._by_hand("llama", Pretended("cpu")) == {"static_equals": True, "captures": True, "captured_equals": False,
+                                                                  "cause": "RuntimeError: device-side assert triggered"}
+
+
+@pytest.mark.parametrize("name, cause", [("rwkv", "its forward takes no cache"), ("xlstm", "modeling_xlstm.py, line")])
+def test_what_a_static_cache_cannot_serve_says_why(name, cause):
+    found = decoding_steps._by_hand(name, "cpu")
+    assert found["static_equals"] is False and cause in found["cause"] and "captures" not in found
 
 
 def test_an_architecture_that_is_refused_or_crashes_says_why_in_its_row(gpu, monkeypatch):

@@ -463,12 +463,14 @@ class _HandStep:
 
 
 def _by_hand(name, device="cuda", new=16):
-    """Decode as a tutorial does, over a static cache, then capture that step as it is and decode again."""
+    """Decode as a tutorial does, over a static cache, then capture that step as it is, after a prompt, and decode again."""
     import torch
 
-    from labkit import architectures, decode, graphs
+    from labkit import architectures, decode, decoding, graphs
 
     model, found = architectures.tiny_model(name, device), {}
+    if not decoding.cache_keyword(model):
+        return {"static_equals": False, "cause": "its forward takes no cache"}
     ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(1)).to(device)
     with torch.inference_mode():
         try:
@@ -476,10 +478,12 @@ def _by_hand(name, device="cuda", new=16):
             step = _HandStep(model, 48)
             found["static_equals"] = bool(torch.equal(step.write(ids, new, step), wanted))
             if device == "cuda":
+                step.write(ids, 1, step)  # from the prompt again: what Python knows of the cache now is what is baked in
                 graph = graphs.GraphedCallable(step, clone=False)
-                found |= {"captures": True, "captured_equals": bool(torch.equal(step.write(ids, new, graph.replay), wanted))}
-        except Exception as error:  # whatever a model's own code may raise
-            found |= {"captures": False} if found else {"static_equals": False}
+                found["captures"] = True
+                found["captured_equals"] = all(torch.equal(step.write(ids, n, graph.replay), wanted[:, :n]) for n in (4, new))
+        except Exception as error:  # whatever a model's own code may raise, or a replay that writes past a window's end
+            found["captured_equals" if found.get("captures") else "captures" if found else "static_equals"] = False
             found["cause"] = decode._in_words(error)
     return found
 
