@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from labkit import architectures, decode, decoding  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEN = ["gpt2", "llama", "qwen3", "mistral", "gemma3_text", "phi3", "opt", "gpt_neox", "falcon", "mixtral"]
 OTHERS = ["bloom", "mpt", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "cohere2", "olmo2", "starcoder2", "phi", "mamba",
           "jamba", "qwen3_next", "bart", "bert", "stablelm", "granitemoe", "smollm3", "glm4", "lfm2"]
@@ -37,15 +39,6 @@ def prompts(*shape, seed=1, vocabulary=96):
 def padded(batch, length):
     """Return an attention mask: the first prompt is the longest, the others have ever more padding on the left."""
     return (torch.arange(length) >= torch.arange(batch)[:, None] % length).long()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Keep these tiny models on one core: handing their work to a second one takes longer than doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from test_decode_loop import Tape  # noqa: E402
 from labkit import architectures, experiments, graphs, models, timing, trace  # noqa: E402
 from labkit.experiments import decoding_steps, registry  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Eager:
     """Instead of a graph: runs the callable each time."""
@@ -179,11 +181,12 @@ class Pretended(str):
 
 
 class Taped:
-    """Instead of a graph of a _HandStep: what its operations were, once, on tensors that stay where they are."""
+    """Instead of a graph of a step by hand: what its operations were, once, on tensors that stay where they are."""
 
     def __init__(self, step, clone):
         step(), step(), step()
-        tensors = [t for layer in step.cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)] + [step.token]
+        names = vars(step) if isinstance(step, decoding_steps._HandStep) else step.__globals__
+        tensors = [t for layer in names["cache"].layers for t in vars(layer).values() if isinstance(t, torch.Tensor)] + [names["token"]]
         before = [t.clone() for t in tensors]
         with Tape() as self.tape:
             step()
