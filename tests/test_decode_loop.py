@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from labkit import architectures, decode, decoding  # noqa: E402
+from labkit import architectures, decode, decoding, graphs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,6 +110,37 @@ def test_what_is_right_eagerly_and_wrong_once_captured_is_refused(name, whole, m
         decode._prove(decoder)
         with pytest.raises(decode.DecoderRefused, match="logits of new token . differ from generate"):
             decode._prove(recorded(decoder))
+
+
+class Taped(graphs.GraphedCallable):
+    """Instead of a graph: a recording of the step; it counts its replays as a graph does."""
+
+    def __init__(self, step, clone, pool, generators, limit):
+        step(), step(), step()
+        with Tape() as self._graph:
+            self.outputs = (step(),)
+        self.limit, self._calls, self.pool, self.generators = limit, 0, pool or "the first one's", generators
+
+    __call__ = graphs.GraphedCallable.replay
+
+
+def test_a_decoder_on_a_gpu_captures_each_way_to_pick_once_and_only_replays(llama, monkeypatch):
+    monkeypatch.setattr(graphs, "GraphedCallable", Taped)
+    decoder, ids = decode.GraphedDecoder(llama, 24, 2), prompts(2, 5)
+    wanted = {seed: decoder.generate(ids, 12, eos_token_id=(), seed=seed) for seed in (3, 4)}
+    decoder.captured = True
+    with torch.inference_mode():
+        decoder._ready("greedy")
+        with pytest.raises(graphs.ReplayError, match="its limit"):  # no prompt yet
+            decoder.advance()
+    for _ in range(2):
+        assert torch.equal(decoder.generate(ids, 20, eos_token_id=()), generated(llama, ids, 20))
+        with pytest.raises(graphs.ReplayError, match="replayed 19 times, its limit"):
+            decoder.advance()
+        assert all(torch.equal(decoder.generate(ids, 12, eos_token_id=(), seed=seed), tokens) for seed, tokens in wanted.items())
+    assert {pick: graph.pool for pick, graph in decoder.graphs.items()} == dict.fromkeys(("greedy", "sampled"), "the first one's")
+    monkeypatch.setattr(type(decoder.step), "__call__", lambda *_: pytest.fail("the step ran outside its graph"))
+    assert torch.equal(decoder.generate(ids, 12, eos_token_id=()), generated(llama, ids, 12))
 
 
 def test_sampling_recorded_once_and_replayed_repeats_by_its_seed(llama):
