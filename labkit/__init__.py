@@ -8,7 +8,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _ROOMS = ("machine", "timing", "explain", "watch", "contents", "graphs", "buckets", "models", "architectures",
-          "decoding", "decode", "batching", "serving", "trace", "launch_model", "vllm_runs", "isolate", "operations", "examine", "experiments", "recordings", "record",
+          "sharing", "decoding", "decode", "batching", "serving", "trace", "launch_model", "vllm_runs", "isolate", "operations", "examine", "experiments", "recordings", "record",
           "claims", "results", "charts", "report", "decide", "notebook", "progress", "check", "build", "guide")
 _NAMES = {"banner": "notebook", "GraphedCallable": "graphs", "CaptureError": "graphs", "ReplayError": "graphs",
           "BucketedGraphs": "buckets", "diagnose": "examine", "measure": "timing",

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import threading
 import traceback
 
 import torch
@@ -122,6 +123,9 @@ class GraphedDecoder:
     @torch.inference_mode()
     def __init__(self, model, max_length, batch=1, *, prove=True, compiled=False, masks=None, experts=None):
         _refuse_model(model)
+        max_length, batch = decoding.whole_numbers(max_length=max_length, batch=batch)
+        if masks not in (None, "static", "own"):
+            raise ValueError(f"masks must be 'static', 'own' or None, not {masks!r}")
         if max_length < 8 or batch < 1:
             raise ValueError(f"max_length must be 8 or more and batch 1 or more, not {max_length} and {batch}")
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
@@ -129,6 +133,7 @@ class GraphedDecoder:
             raise ValueError(f"this model has {most:,} positions, fewer than max_length, {max_length:,}")
         self.model, self.max_length, self.batch = model, max_length, batch
         self.captured, self.padding_refused, refused = model.device.type == "cuda", None, {}
+        self._fresh, self._writing = True, threading.Lock()
         config = model.config.get_text_config(decoder=True)
         if self.captured and getattr(config, "num_attention_heads", None):
             numbers = 2 * batch * config.num_hidden_layers * max_length * math.prod(_heads(config))
@@ -157,13 +162,14 @@ class GraphedDecoder:
             self.step.prefill(self.step.rehearsal(), self.step.valid[:, :2], pick)  # so that the warm-up has room
             pool, random = next((graph.pool for graph in self.graphs.values()), None), self.step.generator
             self.graphs[pick] = graphs.GraphedCallable(functools.partial(self.step, pick), clone=False, pool=pool,
-                                                       generators=() if pick == "greedy" else (random,))
+                                                       generators=() if pick == "greedy" else (random,), limit=0)  # no prompt yet
 
     @torch.inference_mode()
     def reset(self):
         """Empty the cache, in place: nothing stays of what was decoded, nor of a warm-up."""
         self.step.rewind()
 
+    @torch.inference_mode()
     def begin(self, ids, mask, pick="greedy"):
         """Run prompts through the model, eagerly, and pick the first tokens; returns their logits, (batch, vocabulary).
 
@@ -183,7 +189,8 @@ class GraphedDecoder:
         Captured, it raises graphs.ReplayError where weights changed since the capture, or the cache is full.
         """
         if not self.captured:
-            return self.step(self.pick)
+            with torch.inference_mode():
+                return self.step(self.pick)
         graph = self.graphs[self.pick]
         graph() if self._fresh else graph.replay()  # the first call checks that the weights are still what they were
         self._fresh = False
@@ -197,8 +204,20 @@ class GraphedDecoder:
         temperature, top_k, top_p or seed (0) is given. A sequence that has come to an end - one of eos_token_id: an int or
         several, () for none, left out for the model's own - goes on with padding, and all stop when all have; to see that,
         the CPU waits for the GPU every `every` steps. stream: called as often, with the tokens new since, (batch, some), on
-        the CPU. Raises ValueError for what does not fit, DecoderRefused for padding that this model does not decode right.
+        the CPU. Raises ValueError for what does not fit, DecoderRefused for padding that this model does not decode right, and
+        where the model is no longer as it was, RuntimeError while this decoder is writing already.
         """
+        if not self._writing.acquire(blocking=False):
+            raise RuntimeError("this decoder is writing already, in another thread or in a stream of its own: one text at a time")
+        try:
+            return self._write(ids, n, attention_mask, eos_token_id, stream, every, sampling)
+        finally:
+            self._writing.release()
+
+    def _write(self, ids, n, attention_mask, eos_token_id, stream, every, sampling):
+        """Do what generate() says."""
+        n, every = decoding.whole_numbers(n=n, every=every)
+        _refuse_state(self.model)
         mask = checked(self, ids, n, attention_mask)
         if every < 1:
             raise ValueError(f"every must be 1 or more, not {every}")
@@ -238,6 +257,8 @@ def checked(decoder, ids, n, mask):
         raise ValueError(f"ids must be from 0 to {vocabulary - 1}, not from {int(ids.min())} to {int(ids.max())}")
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor in the shape of ids, {tuple(ids.shape)}, not {type(mask).__name__}")
     if mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"attention_mask must be 0s and 1s in the shape of ids, {tuple(ids.shape)}, not {tuple(mask.shape)}")
     mask = mask.to(device, torch.bool)
@@ -250,19 +271,31 @@ def checked(decoder, ids, n, mask):
 
 def _refuse_model(model):
     """Raise DecoderRefused for a model that cannot be decoded so, whatever its tokens."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    devices, asked = {p.device for p in model.parameters()}, model.generation_config
+    if not callable(getattr(model, "generate", None)) or getattr(model, "generation_config", None) is None:
+        raise DecoderRefused(f"{type(model).__name__} is not decoded: it is no causal LM of transformers, which has a generate()")
+    devices, attention = {p.device for p in model.parameters()}, model.config.get_text_config(decoder=True)._attn_implementation
+    _refuse_faults(model, (
+        (model.config.is_encoder_decoder, "it has an encoder: only decoders are decoded so"),
+        (not decoding.cache_keyword(model), "it keeps no cache: its forward takes none"),
+        (len(devices) > 1, f"its weights are on {', '.join(sorted(map(str, devices)))}: a graph needs one device"),
+        (attention not in ("sdpa", "eager"), f"its attention is {attention}: model.set_attn_implementation('sdpa') first")))
+    _refuse_state(model)
+
+
+def _refuse_state(model):
+    """Raise DecoderRefused for a model that, as it is now, may give other tokens than the step."""
+    asked = model.generation_config
     changes = [option for option in CHANGES if getattr(asked, option, None) not in (None, NEUTRAL.get(option))]
-    for wrong, why in (
-            (model.config.is_encoder_decoder, "it has an encoder: only decoders are decoded so"),
-            (not decoding.cache_keyword(model), "it keeps no cache: its forward takes none"),
-            (model.training, "it is in training mode, where dropout makes tokens random: call eval() first"),
-            (len(devices) > 1, f"its weights are on {', '.join(sorted(map(str, devices)))}: a graph needs one device"),
-            (config._attn_implementation not in ("sdpa", "eager"),
-             f"its attention is {config._attn_implementation}: model.set_attn_implementation('sdpa') first"),
-            (changes, f"its generation_config asks for what the step does not do: {', '.join(changes)}; set it to None")):
+    _refuse_faults(model, (
+        (model.training, "it is in training mode, where dropout makes tokens random: call eval() first"),
+        (changes, f"its generation_config asks for what the step does not do: {', '.join(changes)}; set it to None")))
+
+
+def _refuse_faults(model, faults):
+    """Raise DecoderRefused for the first of some faults, (whether the model has it, in words), that it has."""
+    for wrong, why in faults:
         if wrong:
-            raise DecoderRefused(f"{name} is not decoded: {why}")
+            raise DecoderRefused(f"{type(model).__name__} is not decoded: {why}")
 
 
 def _in_words(error):

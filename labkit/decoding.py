@@ -2,18 +2,16 @@
 
 import contextlib
 import copy
-import functools
 import inspect
+import operator
 import re
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import StaticCache, cache_utils
 from transformers.cache_utils import StaticLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from labkit import sharing
 
 WHOLE = {"StaticSlidingWindowLayer": "StaticLayer",
          "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer"}
@@ -44,104 +42,6 @@ class MadeBefore(TorchFunctionMode):
         if key not in self.made:
             self.made[key] = function(*args, **kwargs)
         return self.made[key]
-
-
-@contextlib.contextmanager
-def keys_read_once():
-    """Within it, attention (sdpa, one token a sequence) reads keys and values once for all the heads that share them.
-
-    With a mask, and a static cache needs one, transformers copies them for each head first, in 5.17 always, later under
-    torch.compile (its sdpa_attention.py, use_gqa_in_sdpa): most kernels cannot do without. cuDNN's can, so it is tried.
-    """
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attention(module, query, key, value, attention_mask, *args, scaling=None, position_bias=None, **kwargs):
-        shared = query.shape[1] > key.shape[1] and query.shape[2] == 1 and key.shape == value.shape
-        if not shared or position_bias is not None or attention_mask is None or attention_mask.shape[1] > 1 or not _takes_shared(
-                query.dtype, query.device, *key.shape[2:]):
-            more = {} if position_bias is None else {"position_bias": position_bias}
-            return usual(module, query, key, value, attention_mask, *args, scaling=scaling, **more, **kwargs)
-        with _taking_shared(query.device):
-            out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
-
-
-def _taking_shared(device):
-    """Return a context in which attention takes heads that share keys as they are: on a GPU, by cuDNN's kernel."""
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if device.type == "cuda" else contextlib.nullcontext()
-
-
-@torch.compiler.assume_constant_result
-def _takes_shared(dtype, device, places, width):
-    """Return whether this device has such a kernel for so many places, each `width` numbers wide; it is tried once."""
-    return _tried_shared(dtype, device, places, width)
-
-
-@functools.lru_cache(maxsize=None)
-def _tried_shared(dtype, device, places, width):
-    query, key = (torch.zeros(1, heads, length, width, dtype=dtype, device=device) for heads, length in ((2, 1), (1, places)))
-    mask = torch.ones(1, 1, 1, places, dtype=torch.bool, device=device)
-    try:
-        with _taking_shared(device):
-            scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True)
-    except RuntimeError:  # not half precision, an older GPU, a width that it does not take
-        return False
-    return True
-
-
-class JoinedProjections:
-    """A context in which linear layers that multiply the same input do so in one product: q, k and v, and gate and up.
-
-    model: its weights stay where they count and what they are, but those of such layers become parts of one tensor. Raises
-    ValueError for a model without such layers. Attributes: joined (how many products there are in place of more).
-    """
-
-    TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-
-    def __init__(self, model):
-        self.on = False
-        groups = [[getattr(module, name, None) for name in names] for module in model.modules() for names in self.TOGETHER]
-        self.joined = [_Joined(layers, self) for layers in groups if all(type(layer) is nn.Linear and layer.bias is None for layer in layers)]
-        if not self.joined:
-            raise ValueError(f"{type(model).__name__} has no projections to join: they are named otherwise, have a bias, or are joined already")
-
-    def __enter__(self):
-        self.on = True
-
-    def __exit__(self, *_):
-        self.on = False
-
-
-class _Joined:
-    """The one weight of linear layers, whose own become parts of it, in place; and what it last gave, while that is needed."""
-
-    @torch.no_grad()
-    def __init__(self, layers, switch):
-        self.weight, self.given = torch.cat([layer.weight for layer in layers]), None
-        self.sizes = [layer.out_features for layer in layers]
-        for i, (layer, weight) in enumerate(zip(layers, self.weight.split(self.sizes))):
-            layer.weight.data = weight
-            layer.__class__, layer.part, layer.joined, layer.switch = _Part, i, self, switch
-
-
-class _Part(nn.Linear):
-    """One of several linear layers whose first, with the switch on, multiplies for all."""
-
-    def forward(self, x):
-        if not self.switch.on:
-            return super().forward(x)
-        if self.part == 0:
-            self.joined.given = nn.functional.linear(x, self.joined.weight).split(self.joined.sizes, -1)
-        mine = self.joined.given[self.part]
-        if self.part == len(self.joined.sizes) - 1:
-            self.joined.given = None
-        return mine
 
 
 class StaticStep:
@@ -241,7 +141,7 @@ class StaticStep:
         if inputs["input_ids"].shape[1] > 1:
             logits = self.model(**inputs).logits
         else:
-            with keys_read_once(), self._experts_chosen():
+            with sharing.keys_read_once(), self._experts_chosen():
                 logits = self.one_token(**inputs).logits
         if logits.ndim != 3 or logits.shape[0] != len(self.token):
             raise ValueError(f"its logits have the shape {tuple(logits.shape)}, not (batch, tokens, vocabulary)")
@@ -293,14 +193,17 @@ class StaticStep:
         given = {name: value for name, value in sampling.items() if value is not None}
         if not given:
             return "greedy"
-        limits = {"temperature": (given.get("temperature", 1) > 0, "above 0 (for greedy, leave all sampling options out)"),
+        given |= {name: whole_numbers(**{name: given[name]})[0] for name in ("top_k", "seed") if name in given}
+        limits = {"temperature": (1e-6 <= given.get("temperature", 1) <= 1e6, "from 1e-6 to 1e6 (for greedy, leave all sampling options out)"),
                   "top_k": (given.get("top_k", 1) >= 1, "1 or more"),
-                  "top_p": (0 < given.get("top_p", 1) <= 1, "above 0 and at most 1")}
+                  "top_p": (0 < given.get("top_p", 1) <= 1, "above 0 and at most 1"),
+                  "seed": (0 <= given.get("seed", 0) < 2**63, "from 0 to 2**63 - 1")}
         for name, (fits, wanted) in limits.items():
             if not fits:
                 raise ValueError(f"{name} must be {wanted}, not {given[name]}")
         for name, tensor in self.options.items():
-            tensor.fill_(given.get(name, SAMPLING[name] or len(self.ends)))
+            most = len(self.ends)
+            tensor.fill_(min(given.get(name, SAMPLING[name] or most), most) if name == "top_k" else given.get(name, SAMPLING[name]))
         self.seed = given.get("seed", 0)
         return "filtered" if {"top_k", "top_p"} & given.keys() else "sampled"
 
@@ -311,12 +214,14 @@ class StaticStep:
         """
         config = self.model.generation_config
         tokens = config.eos_token_id if tokens is None else tokens
-        tokens = [tokens] if isinstance(tokens, int) else list(() if tokens is None else tokens)
+        tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # a tensor, or NumPy's
+        tokens = [tokens] if isinstance(tokens, (int, float)) else () if tokens is None else tokens
+        tokens = [whole_numbers(eos_token_id=token)[0] for token in tokens]
         if wrong := [token for token in tokens if not 0 <= token < len(self.ends)]:
             raise ValueError(f"eos_token_id must be from 0 to {len(self.ends) - 1}, not {wrong[0]}")
         self.ends.zero_()
         self.ends[tokens] = True
-        self.padding.fill_(next(t for t in (config.pad_token_id, *tokens, 0) if t is not None))
+        self.padding.fill_(next(t for t in (config.pad_token_id, *tokens, 0) if t in range(len(self.ends))))
         return bool(tokens)
 
     def _template(self):
@@ -419,3 +324,11 @@ def cache_keyword(model):
     """Return the name under which a model's forward takes its cache, None if it keeps none: the wrong one is ignored."""
     named = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values", "cache_params") if name in named), None)
+
+
+def whole_numbers(**named):
+    """Return numbers as a list of ints; raises ValueError for one that is not whole."""
+    try:
+        return [operator.index(number) for number in named.values()]
+    except TypeError:
+        raise ValueError(f"{' and '.join(named)} must be whole, not {' and '.join(map(repr, named.values()))}") from None

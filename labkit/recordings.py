@@ -16,8 +16,8 @@ from labkit import machine
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "recordings"
-MEASURING = ("timing", "explain", "watch", "contents", "graphs", "buckets", "models", "architectures", "decoding", "decode", "batching", "serving",
-             "trace", "vllm_runs", "isolate", "operations", "examine", "experiments")
+MEASURING = ("timing", "explain", "watch", "contents", "graphs", "buckets", "models", "architectures", "sharing", "decoding", "decode", "batching",
+             "serving", "trace", "vllm_runs", "isolate", "operations", "examine", "experiments")
 WRITTEN_ON = "nvidia-h200"  # the labs' prose and stored outputs are those of this GPU
 FIELDS = {"schema": int, "kind": str, "name": str, "command": str, "commit": str, "code_hash": str,
           "recorded_at": str, "machine": dict, "method": dict, "params": dict}

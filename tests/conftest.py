@@ -30,6 +30,16 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=why))
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Keep tiny models on one core: handing their work to a second one takes longer than doing it."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def fresh_machine(monkeypatch):
     """Forget what machine.py has found out, before and after a test that pretends another machine."""

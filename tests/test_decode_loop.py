@@ -9,7 +9,9 @@ transformers = pytest.importorskip("transformers")
 from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from labkit import architectures, decode, decoding  # noqa: E402
+from labkit import architectures, decode, decoding, graphs  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEN = ["gpt2", "llama", "qwen3", "mistral", "gemma3_text", "phi3", "opt", "gpt_neox", "falcon", "mixtral"]
 OTHERS = ["bloom", "mpt", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "cohere2", "olmo2", "starcoder2", "phi", "mamba",
@@ -37,15 +39,6 @@ def prompts(*shape, seed=1, vocabulary=96):
 def padded(batch, length):
     """Return an attention mask: the first prompt is the longest, the others have ever more padding on the left."""
     return (torch.arange(length) >= torch.arange(batch)[:, None] % length).long()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Keep these tiny models on one core: handing their work to a second one takes longer than doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +110,37 @@ def test_what_is_right_eagerly_and_wrong_once_captured_is_refused(name, whole, m
         decode._prove(decoder)
         with pytest.raises(decode.DecoderRefused, match="logits of new token . differ from generate"):
             decode._prove(recorded(decoder))
+
+
+class Taped(graphs.GraphedCallable):
+    """Instead of a graph: a recording of the step; it counts its replays as a graph does."""
+
+    def __init__(self, step, clone, pool, generators, limit):
+        step(), step(), step()
+        with Tape() as self._graph:
+            self.outputs = (step(),)
+        self.limit, self._calls, self.pool, self.generators = limit, 0, pool or "the first one's", generators
+
+    __call__ = graphs.GraphedCallable.replay
+
+
+def test_a_decoder_on_a_gpu_captures_each_way_to_pick_once_and_only_replays(llama, monkeypatch):
+    monkeypatch.setattr(graphs, "GraphedCallable", Taped)
+    decoder, ids = decode.GraphedDecoder(llama, 24, 2), prompts(2, 5)
+    wanted = {seed: decoder.generate(ids, 12, eos_token_id=(), seed=seed) for seed in (3, 4)}
+    decoder.captured = True
+    with torch.inference_mode():
+        decoder._ready("greedy")
+        with pytest.raises(graphs.ReplayError, match="its limit"):  # no prompt yet
+            decoder.advance()
+    for _ in range(2):
+        assert torch.equal(decoder.generate(ids, 20, eos_token_id=()), generated(llama, ids, 20))
+        with pytest.raises(graphs.ReplayError, match="replayed 19 times, its limit"):
+            decoder.advance()
+        assert all(torch.equal(decoder.generate(ids, 12, eos_token_id=(), seed=seed), tokens) for seed, tokens in wanted.items())
+    assert {pick: graph.pool for pick, graph in decoder.graphs.items()} == dict.fromkeys(("greedy", "sampled"), "the first one's")
+    monkeypatch.setattr(type(decoder.step), "__call__", lambda *_: pytest.fail("the step ran outside its graph"))
+    assert torch.equal(decoder.generate(ids, 12, eos_token_id=()), generated(llama, ids, 12))
 
 
 def test_sampling_recorded_once_and_replayed_repeats_by_its_seed(llama):
@@ -295,18 +319,24 @@ def test_filters_keep_what_those_of_transformers_keep(decoder):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"temperature": 0}, r"temperature must be above 0 \(for greedy, leave all sampling options out\), not 0"),
+    ({"temperature": 0}, r"temperature must be from 1e-6 to 1e6 \(for greedy, leave all sampling options out\), not 0"),
+    ({"temperature": 1e-50}, "not 1e-50"), ({"temperature": float("inf")}, "not inf"), ({"top_p": float("nan")}, "at most 1, not nan"),
+    ({"top_k": 1.5}, "top_k must be whole, not 1.5"), ({"seed": 1.5}, "seed must be whole, not 1.5"), ({"seed": -1}, "seed must be from 0 to"),
+    ({"seed": 2**64}, "seed must be from 0 to"), ({"every": 1.5}, "n and every must be whole, not 3 and 1.5"),
+    ({"eos_token_id": 4.0}, "eos_token_id must be whole, not 4.0"), ({"attention_mask": [[1] * 5] * 2}, "must be a tensor in the shape of ids"),
     ({"top_k": 0}, "top_k must be 1 or more, not 0"), ({"top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
     ({"topk": 5}, "unknown sampling option topk; there are: temperature, top_k, top_p, seed"),
     ({"eos_token_id": 96}, "eos_token_id must be from 0 to 95, not 96"), ({"every": 0}, "every must be 1 or more, not 0")])
 def test_options_that_cannot_be_are_refused(decoder, options, message):
     with pytest.raises(ValueError, match=message):
         decoder.generate(prompts(2, 5), 3, **options)
+    decoder.generate(prompts(2, 5), 3)  # and nothing stays of it
 
 
 @pytest.mark.parametrize("ids, n, message", [
     (prompts(3, 5), 2, r"ids must be a tensor of shape \(2, length\), as the batch is fixed, not \(3, 5\)"),
     ([[1, 2]], 2, "not list"), (prompts(2, 5).int(), 2, "ids must be int64 on cpu, not torch.int32 on cpu"),
+    (prompts(2, 5), 2.5, "n and every must be whole, not 2.5 and 8"),
     (prompts(2, 0), 2, "a prompt has 1 token or more, and n is 1 or more, not 0 and 2"), (prompts(2, 5), 0, "not 5 and 0"),
     (prompts(2, 5) + 96, 2, "ids must be from 0 to 95, not from 1")])
 def test_prompts_that_do_not_fit_are_refused(decoder, ids, n, message):
@@ -385,9 +415,63 @@ def test_models_that_are_not_ready_are_refused_with_the_reason(llama):
     model.generation_config.repetition_penalty, model.generation_config.num_beams = 1.1, 1
     with pytest.raises(decode.DecoderRefused, match="asks for what the step does not do: repetition_penalty; set it to None"):
         decode.GraphedDecoder(model, 24)
-    for size in ({"max_length": 7}, {"max_length": 24, "batch": 0}):
-        with pytest.raises(ValueError, match="max_length must be 8 or more and batch 1 or more"):
-            decode.GraphedDecoder(llama, **size)
+    for other in (model.model, torch.nn.Linear(2, 2)):
+        with pytest.raises(decode.DecoderRefused, match="it is no causal LM of transformers"):
+            decode.GraphedDecoder(other, 24)
+    for given, message in (({"max_length": 7}, "max_length must be 8 or more and batch 1 or more"), ({"max_length": 24, "batch": 0}, "batch 1 or more"),
+                           ({"max_length": 24.5}, "max_length and batch must be whole, not 24.5 and 1"),
+                           ({"max_length": 24, "masks": "mine"}, "masks must be 'static', 'own' or None, not 'mine'")):
+        with pytest.raises(ValueError, match=message):
+            decode.GraphedDecoder(llama, **given)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda model: model.train(), "training mode"), (lambda model: setattr(model.generation_config, "repetition_penalty", 1.5), "repetition_penalty")])
+def test_a_model_that_would_write_otherwise_by_now_is_refused(change, message):
+    model = architectures.tiny_model("llama")
+    decoder = decode.GraphedDecoder(model, 24, 2)
+    change(model)
+    with pytest.raises(decode.DecoderRefused, match=message):
+        decoder.generate(prompts(2, 5), 3)
+
+
+def test_a_text_that_is_interrupted_leaves_nothing_and_no_two_are_written_at_once(decoder, llama):
+    wanted = generated(llama, prompts(2, 5), 20)
+
+    def again(tokens):
+        decoder.generate(prompts(2, 3), 4)
+
+    with pytest.raises(RuntimeError, match="writing already.* one text at a time"):
+        decoder.generate(prompts(2, 5), 20, eos_token_id=(), stream=again)
+    steps = iter([None] * 6)
+    hook = llama.model.layers[1].register_forward_hook(lambda *_: next(steps))
+    with pytest.raises(StopIteration):
+        decoder.generate(prompts(2, 5), 20, eos_token_id=())
+    hook.remove()
+    assert torch.equal(decoder.generate(prompts(2, 5), 20, eos_token_id=()), wanted)
+
+
+def test_prompts_of_one_token_and_of_the_whole_cache(decoder, llama):
+    for length, n, mask in ((1, 12, None), (4, 12, torch.tensor([[0, 0, 0, 1], [1] * 4])), (4, 12, torch.tensor([[0, 0, 0, 1]] * 2)), (32, 1, None), (31, 2, None)):
+        tokens = decoder.generate(prompts(2, length), n, attention_mask=mask, eos_token_id=())
+        assert torch.equal(tokens, generated(llama, prompts(2, length), n, mask))
+
+
+def test_an_end_with_the_first_token_and_padding_that_no_model_has():
+    model, ids, came = architectures.tiny_model("llama"), prompts(2, 5), []
+    model.generation_config.pad_token_id = -1  # as some configs say for none
+    decoder = decode.GraphedDecoder(model, 24, 2)
+    first = decoder.generate(ids, 1, eos_token_id=())
+    assert torch.equal(decoder.generate(ids, 9, eos_token_id=first[:, 0], stream=came.append), first) and torch.equal(came[0], first)
+    end = int(first[0, 0])
+    assert decoder.generate(ids, 9, eos_token_id=end)[0].tolist() == [end] * 9
+
+
+def test_the_parts_of_a_loop_can_be_called_alone(decoder, llama):
+    wanted = generated(llama, prompts(2, 5), 3)
+    decoder.begin(prompts(2, 5), torch.ones(2, 5, dtype=torch.bool))
+    tokens = [decoder.step.token.clone(), *(decoder.advance() is None or decoder.step.token.clone() for _ in range(2))]
+    assert torch.equal(torch.cat(tokens, 1), wanted)
 
 
 def test_the_proof_leaves_the_model_as_it_was(llama):

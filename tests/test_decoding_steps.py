@@ -8,9 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from made_up import LABEL, table  # noqa: E402
+from test_decode_loop import Tape  # noqa: E402
 
 from labkit import architectures, experiments, graphs, models, timing, trace  # noqa: E402
 from labkit.experiments import decoding_steps, registry  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Eager:
@@ -169,6 +172,56 @@ def test_an_architecture_is_tried_by_hand_and_by_the_decoder(name):
     assert found["decodes"] and found["decoder_equals"] and found["padding"] and found["nodes"] is None
 
 
+class Pretended(str):
+    """A device that is the CPU to torch, and a GPU to whoever asks."""
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        return other in ("cpu", "cuda")
+
+
+class Taped:
+    """Instead of a graph of a step by hand: what its operations were, once, on tensors that stay where they are."""
+
+    def __init__(self, step, clone):
+        step(), step(), step()
+        names = vars(step) if isinstance(step, decoding_steps._HandStep) else step.__globals__
+        tensors = [t for layer in names["cache"].layers for t in vars(layer).values() if isinstance(t, torch.Tensor)] + [names["token"]]
+        before = [t.clone() for t in tensors]
+        with Tape() as self.tape:
+            step()
+        for tensor, was in zip(tensors, before):
+            tensor.copy_(was)  # a capture does not run
+
+    def replay(self):
+        self.tape.replay()
+
+
+@pytest.mark.parametrize("name, found", [
+    ("llama", {"static_equals": True, "captures": True, "captured_equals": True}),
+    ("mistral", {"static_equals": True, "captures": True, "captured_equals": False}),  # its position is baked in
+    ("mixtral", {"static_equals": True, "captures": True, "captured_equals": False})])
+def test_a_step_captured_by_hand_is_right_wrong_or_says_why_not(monkeypatch, name, found):
+    monkeypatch.setattr(graphs, "GraphedCallable", Taped)
+    assert decoding_steps._by_hand(name, Pretended("cpu")) == found
+
+
+def test_a_replay_that_breaks_was_captured_and_is_wrong(monkeypatch):
+    class Breaks(Taped):
+        def replay(self):
+            raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(graphs, "GraphedCallable", Breaks)
+    assert decoding_steps._by_hand("llama", Pretended("cpu")) == {"static_equals": True, "captures": True, "captured_equals": False,
+                                                                  "cause": "RuntimeError: device-side assert triggered"}
+
+
+@pytest.mark.parametrize("name, cause", [("rwkv", "its forward takes no cache"), ("xlstm", "modeling_xlstm.py, line")])
+def test_what_a_static_cache_cannot_serve_says_why(name, cause):
+    found = decoding_steps._by_hand(name, "cpu")
+    assert found["static_equals"] is False and cause in found["cause"] and "captures" not in found
+
+
 def test_an_architecture_that_is_refused_or_crashes_says_why_in_its_row(gpu, monkeypatch):
     def in_child(fn, params, timeout_s):
         if fn is decoding_steps._by_hand:
@@ -202,13 +255,50 @@ def test_by_hand_has_a_process_of_its_own_only_where_a_capture_may_have_failed(g
 
 def test_the_table_has_each_architecture_once_and_speeds_those_that_decode(gpu, monkeypatch, capsys):
     monkeypatch.setattr(architectures, "known_architectures", lambda: ["gpt2", "reformer"])
-    monkeypatch.setattr(decoding_steps, "in_child", lambda fn, params=None, timeout_s=0: (
-        fn(**params, device="cpu") if params else fn()))
-    monkeypatch.setattr(architectures, "tiny_model", lambda name, device="cpu", *_, make=architectures.tiny_model, **o: make(name, **o))
+    monkeypatch.setattr(decoding_steps, "in_child", lambda fn, params, timeout_s: fn(**params, device="cpu"))
     assert [row["architecture"] for row in decoding_steps.architecture_table.measure()] == ["gpt2", "reformer"]
     speeds = decoding_steps.architecture_speeds.measure()
     assert [row["architecture"] for row in speeds] == ["gpt2"] and speeds[0]["speedup"] == pytest.approx(0.5, rel=0.1)
     assert "Left out: reformer: " in capsys.readouterr().out
+
+
+def test_a_process_that_breaks_costs_only_the_architectures_it_had(gpu, monkeypatch, capsys):
+    def in_child(fn, params, timeout_s):
+        if "a5" in params["names"]:
+            raise RuntimeError("_speeds failed in its own process: SIGSEGV")
+        return [{"architecture": name} for name in params["names"]]
+
+    monkeypatch.setattr(architectures, "known_architectures", lambda: [f"a{i}" for i in range(60)])
+    monkeypatch.setattr(decoding_steps, "in_child", in_child)
+    assert [row["architecture"] for row in decoding_steps.architecture_speeds.measure()] == [f"a{i}" for i in range(24, 60)]
+    assert "a23: _speeds failed in its own process: SIGSEGV" in capsys.readouterr().out
+
+
+def test_what_runs_in_a_child_is_found_there_by_name_and_answers_in_json():
+    row = registry.in_child(decoding_steps._by_both, {"name": "llama", "device": "cpu"}, 180)
+    assert row["decodes"] and row["decoder_equals"] and row["static_equals"]
+    for fn, params in ((decoding_steps._ladder_kernels, {"name": "GPT-2", "points": [(1, 128)]}), (decoding_steps._speeds, {"names": ["gpt2"]})):
+        if torch.cuda.is_available():
+            assert registry.in_child(fn, params, 180)
+        elif fn is decoding_steps._ladder_kernels:
+            with pytest.raises(RuntimeError, match="needs an NVIDIA GPU"):
+                registry.in_child(fn, params, 180)
+        else:
+            assert registry.in_child(fn, params, 180) == []
+
+
+def test_a_point_that_a_child_has_no_room_for_has_no_kernels(gpu, monkeypatch):
+    from labkit import decode
+    step = decode.decode_step
+
+    def decode_step(model, batch, context):
+        if batch == 32 and len(gpu) >= 4:  # in the child, after all were timed
+            raise torch.OutOfMemoryError("full")
+        return step(model, batch, context)
+
+    monkeypatch.setattr(decode, "decode_step", decode_step)
+    rows = [row for row in registry.EXPERIMENTS["ladder_gpt2"].measure() if row["rung"] == "captured"]
+    assert [(row["batch"], row["kernels_us"]) for row in rows] == [(1, 2.0), (32, None)] * 2 and rows[1]["longest"] == []
 
 
 def test_the_whole_ladder_is_one_table_with_its_label(monkeypatch):

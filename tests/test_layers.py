@@ -57,7 +57,7 @@ def test_only_views_and_the_notebook_room_know_ipython_and_widgets(path):
 
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_no_room_that_recorded_labs_need_imports_torch_at_its_top(path):
-    if room(path) not in ("timing", "watch", "graphs", "buckets", "models", "decoding", "decode", "serving", "trace"):
+    if room(path) not in ("timing", "watch", "graphs", "buckets", "models", "sharing", "decoding", "decode", "serving", "trace"):
         assert not {name for name, at_top in imported(path) if at_top and name.split(".")[0] in ("torch", "transformers")}
 
 

@@ -120,7 +120,7 @@ def _ladder(name):
                 rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, joined, batch, context, big)]
             except (models.TooLarge, torch.OutOfMemoryError) as error:
                 print(f"Left out: batch {batch}, context {context:,}: {str(error).partition('. ')[0]}")
-    del model, big
+    del model, joined, big  # all of which hold weights that the child needs room for
     torch.cuda.empty_cache()
     done = [point for point in points if any((row["batch"], row["context"]) == point for row in rows)]
     worked = in_child(_ladder_kernels, {"name": name, "points": done}, 500)
@@ -187,20 +187,20 @@ def _captured_rungs(model, joined, batch, context):
 
 def _joined(model):
     """Return a context in which projections of the same input are one product; one that does nothing where they are already."""
-    from labkit import decoding
+    from labkit import sharing
 
     try:
-        return decoding.JoinedProjections(model)
+        return sharing.JoinedProjections(model)
     except ValueError:
         return contextlib.nullcontext()
 
 
 def _reading_once(step):
     """Return a decode step whose attention reads the keys and values that heads share once."""
-    from labkit import decoding
+    from labkit import sharing
 
     def reading_once(ids):
-        with decoding.keys_read_once():
+        with sharing.keys_read_once():
             return step(ids)
 
     return reading_once
@@ -213,7 +213,7 @@ def _compiled(step, joined):
     """
     import torch
 
-    from labkit import decoding
+    from labkit import sharing
 
     def one_token(ids):
         result = step.model(input_ids=ids, position_ids=step.position, use_cache=True, **{step.keyword: step.cache})
@@ -223,7 +223,7 @@ def _compiled(step, joined):
 
     def compiled_step(ids):
         step.lengths.fill_(step.context - 1)
-        with decoding.keys_read_once(), joined:
+        with sharing.keys_read_once(), joined:
             return run(ids)
 
     return compiled_step
@@ -233,17 +233,20 @@ def _ladder_kernels(name, points):
     """Return {rung: what its kernels are} for each point, of its captured rungs."""
     import torch
 
-    from labkit import trace
+    from labkit import models, trace
 
     model, found = _language(name), []
     joined = _joined(model)
     for batch, context in points:
-        with _no_autocast():
-            _, _, made = _captured_rungs(model, joined, batch, context)
-        ids = _ids(model, batch, 1)
-        with torch.inference_mode():
-            traced = trace.record_each({rung: (lambda graph=graph: graph(ids)) for rung, graph in made.items()}, calls_before=2)
-        found.append({rung: _kernels(traced[rung]) for rung in made})
+        made, ids = {}, _ids(model, batch, 1)
+        try:
+            with _no_autocast():
+                made = _captured_rungs(model, joined, batch, context)[2]
+            with torch.inference_mode():
+                traced = trace.record_each({rung: (lambda graph=graph: graph(ids)) for rung, graph in made.items()}, calls_before=2)
+            found.append({rung: _kernels(traced[rung]) for rung in made})
+        except (models.TooLarge, torch.OutOfMemoryError):  # a child may take less memory than its parent
+            found.append({})
         del made
     return found
 
@@ -460,12 +463,14 @@ class _HandStep:
 
 
 def _by_hand(name, device="cuda", new=16):
-    """Decode as a tutorial does, over a static cache, then capture that step as it is and decode again."""
+    """Decode as a tutorial does, over a static cache, then capture that step as it is, after a prompt, and decode again."""
     import torch
 
-    from labkit import architectures, decode, graphs
+    from labkit import architectures, decode, decoding, graphs
 
     model, found = architectures.tiny_model(name, device), {}
+    if not decoding.cache_keyword(model):
+        return {"static_equals": False, "cause": "its forward takes no cache"}
     ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(1)).to(device)
     with torch.inference_mode():
         try:
@@ -473,10 +478,12 @@ def _by_hand(name, device="cuda", new=16):
             step = _HandStep(model, 48)
             found["static_equals"] = bool(torch.equal(step.write(ids, new, step), wanted))
             if device == "cuda":
+                step.write(ids, 1, step)  # from the prompt again: what Python knows of the cache now is what is baked in
                 graph = graphs.GraphedCallable(step, clone=False)
-                found |= {"captures": True, "captured_equals": bool(torch.equal(step.write(ids, new, graph.replay), wanted))}
-        except Exception as error:  # whatever a model's own code may raise
-            found |= {"captures": False} if found else {"static_equals": False}
+                found["captures"] = True
+                found["captured_equals"] = all(torch.equal(step.write(ids, n, graph.replay), wanted[:, :n]) for n in (4, new))
+        except Exception as error:  # whatever a model's own code may raise, or a replay that writes past a window's end
+            found["captured_equals" if found.get("captures") else "captures" if found else "static_equals"] = False
             found["cause"] = decode._in_words(error)
     return found
 
@@ -507,18 +514,26 @@ def architecture_speeds():
 
     A row for each architecture that decodes: both times of a step and the speedup.
     """
-    return in_child(_speeds, timeout_s=560)
+    from labkit import architectures
+
+    names, rows = architectures.known_architectures(), []
+    for some in (names[i:i + 24] for i in range(0, len(names), 24)):  # what breaks a process takes few with it
+        try:
+            rows += in_child(_speeds, {"names": some}, 180)
+        except RuntimeError as error:
+            print(f"Left out: {', '.join(some)}: {str(error).splitlines()[-1]}")
+    return rows
 
 
-def _speeds():
+def _speeds(names, device="cuda"):
     import torch
 
     from labkit import architectures, decode, graphs, timing
 
     rows = []
-    for name in architectures.known_architectures():
+    for name in names:
         try:
-            step = decode.GraphedDecoder(architectures.tiny_model(name, "cuda"), 48).step
+            step = decode.GraphedDecoder(architectures.tiny_model(name, device), 48).step
 
             def held(step=step):
                 step.hold(8)

@@ -10,9 +10,9 @@ from labkit.explorers.search_model import matching
 from labkit.explorers.sweep_view import show_widget
 
 
-def search(table, columns):
-    """Show a text field, and the rows of a table (with provenance) that hold all words typed into it, in these columns."""
-    words = widgets.Text(placeholder="type words, like: linalg fails", description="search").add_class("labkit-search")
+def search(table, columns, example="linalg fails"):
+    """Show a text field, with an example, and the rows of a table (with provenance) that hold all words typed into it, in these columns."""
+    words = widgets.Text(placeholder=f"type words, like: {example}", description="search").add_class("labkit-search")
     found = widgets.HTML(_html(table, columns, "")).add_class("labkit-found")
     words.observe(lambda change: setattr(found, "value", _html(table, columns, change["new"])), names="value")
     show_widget(widgets.VBox([words, found]), f"A search in {len(table)} rows, which stand below.")
