@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import warnings
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ def _tried_shared(dtype, device, masks, places, width):
     query, key = (torch.zeros(1, heads, length, width, dtype=dtype, device=device) for heads, length in ((2, 1), (1, places)))
     mask = torch.ones(1, 1, 1, places, dtype=masks, device=device)
     try:
-        with _taking_shared(device):
+        with _taking_shared(device), warnings.catch_warnings(action="ignore"):  # that say why not
             scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True)
     except RuntimeError:  # not half precision, an older GPU, a width that it does not take
         return False

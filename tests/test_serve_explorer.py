@@ -86,7 +86,7 @@ def test_each_quantity_is_drawn_once_at_each_rate_with_its_label(model):
 
 
 def test_moving_a_control_changes_words_chart_and_the_other_controls(model):
-    policy, graphs, rate, quantity, summary, chart, _ = serve_view.view(model).children
+    policy, graphs, rate, quantity, summary, chart = serve_view.view(model).children
     assert isinstance(policy, widgets.Dropdown) and isinstance(graphs, widgets.SelectionSlider)
     before, drawn = summary.value, chart.value
     graphs.value = 2
@@ -103,7 +103,7 @@ def test_moving_a_control_changes_words_chart_and_the_other_controls(model):
 
 
 def test_each_control_goes_to_both_its_ends_with_the_others_at_theirs(model):
-    policy, graphs, rate, quantity, summary, chart, _ = serve_view.view(model).children
+    policy, graphs, rate, quantity, summary, chart = serve_view.view(model).children
     for one in policy.options:
         for some in (0, -1, 0):
             policy.value, rate.value = one, rate.options[some]
@@ -117,6 +117,7 @@ def test_each_control_goes_to_both_its_ends_with_the_others_at_theirs(model):
 
 def test_a_page_without_widgets_gets_the_words_and_a_chart(tables, monkeypatch):
     shown = []
-    monkeypatch.setattr(serve_view, "display", lambda *what, **_: shown.append(what[0]))
+    monkeypatch.setattr(serve_view, "show_widget", lambda widget, words: shown.append(words))
+    monkeypatch.setattr(serve_view, "display", shown.append)
     serve_view.serve_sizes(*tables, policy="chosen sizes", graphs=3)
-    assert "chosen sizes, 3 graphs" in shown[0]["text/plain"] and isinstance(shown[1], charts.Chart)
+    assert "chosen sizes, 3 graphs" in shown[0] and isinstance(shown[1], charts.Chart)

@@ -4,7 +4,7 @@ import ipywidgets as widgets
 from IPython.display import display
 
 from labkit.explorers.pick_model import PickModel
-from labkit.explorers.sweep_view import NAMES, picture
+from labkit.explorers.sweep_view import picture, show_widget
 
 
 def pick(table, by, draw, **wishes):
@@ -13,10 +13,8 @@ def pick(table, by, draw, **wishes):
     Below the widgets stands the chart that it begins with, for pages without them.
     """
     model = PickModel(table, by, **wishes)
-    bundle = view(model, draw)._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
     first = draw(model.rows)
-    display({**data, "text/plain": str(first)}, *metadata, raw=True)
+    show_widget(view(model, draw), str(first))
     display(first)
 
 
@@ -43,5 +41,4 @@ def view(model, draw):
         widget.observe(lambda change, name=name: moving or model.pick(**{name: change["new"]}), names="value")
     model.observe(show, names="picked")
     show()
-    names = widgets.Output(outputs=({"output_type": "display_data", "data": {"application/javascript": NAMES}, "metadata": {}},))
-    return widgets.VBox([*made.values(), chart, names])
+    return widgets.VBox([*made.values(), chart])

@@ -6,7 +6,7 @@ import ipywidgets as widgets
 from IPython.display import display
 
 from labkit.explorers.serve_model import QUANTITIES, ServeModel
-from labkit.explorers.sweep_view import NAMES, picture
+from labkit.explorers.sweep_view import picture, show_widget
 
 LABELS = {"policy": "policy", "graphs": "graphs", "rate": "requests / s", "quantity": "shown"}
 
@@ -14,9 +14,7 @@ LABELS = {"policy": "policy", "graphs": "graphs", "rate": "requests / s", "quant
 def serve_sizes(ways, steps, pools, **wishes):
     """Show the explorer over the tables of serving_ways, serving_step_cost and serving_pools; below it a picture, for pages without widgets."""
     model = ServeModel(ways, steps, pools, **wishes)
-    bundle = view(model)._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": model.summary}, *metadata, raw=True)
+    show_widget(view(model), model.summary)
     display(model.chart())
 
 
@@ -44,8 +42,7 @@ def view(model):
         widget.observe(lambda change, name=name: moving or setattr(model, name, change["new"]), names="value")
     model.observe(show, names=["summary", "quantity"])
     show()
-    names = widgets.Output(outputs=({"output_type": "display_data", "data": {"application/javascript": NAMES}, "metadata": {}},))
-    return widgets.VBox([*made.values(), said["summary"], said["chart"], names])
+    return widgets.VBox([*made.values(), said["summary"], said["chart"]])
 
 
 def _offered(model, name):
