@@ -54,12 +54,12 @@ def judge(id, table=None):
 
 def _launch_cost(table, low=5, high=10):
     costs = table[table["kernels"] == 1].groupby("layer")["cost_us"]
-    driver, torch = costs.median()
+    (driver, torch), least, most = costs.median(), costs.min(), costs.max()
     inside = [low <= cost <= high for cost in (driver, torch)]
-    least, most = costs.min()["driver"], costs.max()["driver"]
-    return (all(inside), any(inside), (driver, least, most), "µs",
-            f"The driver's launch call takes {least:.1f} to {most:.1f} µs, by the way one looks at it ({driver:.1f} is judged); "
-            f"PyTorch's whole cost of one kernel is {torch:.1f} µs.")
+    return (all(inside), any(inside), (driver, least["driver"], most["driver"]), "µs",
+            f"The driver's launch call takes {least['driver']:.1f} to {most['driver']:.1f} µs, by the way one looks at it "
+            f"({driver:.1f} is judged); PyTorch's whole cost of one kernel is {least['torch']:.1f} to {most['torch']:.1f} µs, "
+            f"by the operation ({torch:.1f} is judged).")
 
 
 def _eager_kernels(table):
@@ -104,9 +104,12 @@ def _replay_cost(table, most=15, hundreds=300):
 
 
 def _same_ops(table):
-    good, kernels = table["result"].astype(bool), table["check"].str.contains("kernel")
-    said = "; ".join(f"{check}: {'yes' if ok else 'no'}" for check, ok in zip(table["check"], good, strict=True))
-    return good.all(), good[kernels].all(), (good.sum(),) * 3, f"of {len(good)} checks agree", f"The same? {said}."
+    copies = table["check"].str.contains("copies")  # what a graph adds is no sameness
+    checks, more = table[~copies], table[copies]["result"].astype(bool).any()
+    good, kernels = checks["result"].astype(bool), checks["check"].str.contains("kernel")
+    said = "; ".join(f"{check}: {'yes' if ok else 'no'}" for check, ok in zip(checks["check"], good, strict=True))
+    return (good.all(), good[kernels].all(), (good.sum(),) * 3, f"of {len(good)} checks agree",
+            f"The same? {said}.{' Around them, the graph copies input and output.' if more else ''}")
 
 
 def _saving(table, low=1000, high=3000):
@@ -148,7 +151,7 @@ def _free(table, calls=10):
     return (not never and paid.max() <= calls, not never, paid.quantile([0.5, 0, 1]), "calls",
             f"{never} of {len(table)} models gain nothing." if never else
             f"A capture pays itself back after {paid.min():,.0f} to {paid.max():,.0f} calls, and keeps up to "
-            f"{table['pool_bytes'].max() / 2**20:.0f} MiB of GPU memory.")
+            f"{table['pool_bytes'].max() / 2**20:.0f} MiB in its pool.")
 
 
 def _fixed_shapes(table):
@@ -209,38 +212,44 @@ def _when(table, small=4, late=32):
     half, most = (kept <= 0.5).mean(), (kept <= 0.9).mean()
     return (half >= 0.9 and len(deeper) > 0 and deeper.all(), most >= 0.5, kept.quantile([0.5, 0, 1]), "of the gain at batch 1 to 4",
             f"At batch {late}, {(kept <= 0.5).sum()} of {len(kept)} curves keep at most half of the gain that they have at batch "
-            f"1 to {small}, the median {kept.median():.0%} of it. Of {len(deeper)} pairs with as many weights, the deeper one "
-            f"gains more at batch 1 to {small} in {deeper.sum()}.")
+            f"1 to {small}, the median {kept.median():.0%} of it. Of {len(deeper)} pairs with as many weights, the deeper, "
+            f"narrower one gains more at batch 1 to {small} in {deeper.sum()}.")
 
 
 CLAIMS = {claim.id: claim for claim in (
     Claim("launch-cost", "Launching one kernel costs the CPU 5 to 10 µs.", "10", "launch_cost",
-          "holds when the driver's call and PyTorch's whole cost both lie in 5 to 10 µs, with limits when one does.",
+          "holds when the driver's call and PyTorch's whole cost, the middle of each, both lie in 5 to 10 µs, with limits when one does.",
           "Count what PyTorch does around a launch too: it is part of the price.", _launch_cost),
     Claim("hundreds", "One forward pass of a language model launches hundreds of kernels.", "10", "step_trace",
-          "holds at 100 to 999 kernels a step, with limits at 1,000 or more, not below 100.",
-          "Count the kernels of your own model: their number decides how much there is to save.", _hundreds),
+          "holds at 100 to 999 kernels in a step of lab 10's transformer, with limits at 1,000 or more, not below 100.",
+          "Count the kernels of your own model: their number decides how much there is to save. Large ones launch more (lab 40).",
+          _hundreds),
     Claim("micro", "At batch 1 each kernel takes only microseconds.", "10", "step_trace",
-          "holds when 90 % of the kernels take less than 10 µs, with limits when half of them do.",
-          "Where kernels are this short, the CPU sets the pace.", _micro),
+          "holds when 90 % of the kernels of lab 10's transformer take less than 10 µs, with limits when half of them do.",
+          "Where kernels are this short, the CPU sets the pace. Wider models have longer ones, which take more of the time.",
+          _micro),
     Claim("share", "Launch overhead takes 20 to 40 % of inference time at small batch.", "10", "idle_sweep",
-          "holds when half of the models at batch 1 to 4 idle 20 to 40 % of the time, with limits when a fifth do.",
-          "Measure your own step: the share depends on the model, the batch and both processors.", _share),
+          "holds when half of the models at batch 1 to 4 idle 20 to 40 % of the time, with limits when a fifth do. All that the "
+          "GPU waits for counts as launching: Python and PyTorch too, and not the driver's calls alone.",
+          "Say what you count: the driver's calls alone are a smaller share of the same step.", _share),
     Claim("arithmetic", "Kernels times launch cost tells what launching costs a step.", "10", "step_saving",
           "holds when it is within 1.5 times of the saving of all models at batch 1 to 4, with limits within 3.",
-          "A count and one launch cost are enough for a first estimate.", _arithmetic),
+          "A count and one launch cost give the order of magnitude where the CPU sets the pace, and far too much elsewhere.", _arithmetic),
     Claim("replay-cost", "One replay costs about 10 µs of CPU time, whatever the graph holds.", "20", "replay_cost",
-          "holds when no graph costs more than 15 µs to enqueue, with limits when those up to 300 nodes do not.",
-          "Up to a few hundred nodes, launching a graph costs about as much as launching one kernel.", _replay_cost),
+          "holds when no bare replay costs more than 15 µs to enqueue, with limits when those up to 300 nodes do not. Less than "
+          "10 µs is no objection.",
+          "Up to a few hundred nodes, launching a graph costs about as much as one kernel; checks and copies come on top.",
+          _replay_cost),
     Claim("same-ops", "The GPU does the same operations, replayed or not.", "20", "same_operations",
-          "holds when kernels and results are the same, with limits when only the kernels are.",
+          "holds when kernels, by their short names and in order, and results are the same, with limits when only the kernels are.",
           "A graph changes who launches the work, not the work.", _same_ops),
     Claim("saving", "A graph saves 1 to 3 ms a forward pass at small batch.", "20", "step_saving",
           "holds when every model at batch 1 to 4 saves 1 to 3 ms, with limits when at least one does.",
           "The saving grows with the number of kernels: expect yours from your own count.", _saving),
     Claim("warm-up", "Warm up three times before the capture.", "20", "warm_up_cold",
-          "holds when an operation needs three warm-up calls, with limits when fewer are enough, not when none is.",
-          "Always warm up, on a side stream; three is a habit, not a law.", _warm_up),
+          "holds when an operation needs more than one warm-up call, of the one and the three that were tried, with limits when one "
+          "is enough, not when none is needed.",
+          "Always warm up; three is a habit, not a law. What tunes or compiles itself was not tried, and may need more.", _warm_up),
     Claim("static-in-out", "Make input and output before, copy new data in, clone results out.", "20", "static_traps",
           "holds when leaving out any of it goes wrong silently, with limits when an output made before is no use.",
           "Copy in and clone out always; the capture makes the output by itself.", _static),
@@ -248,7 +257,8 @@ CLAIMS = {claim.id: claim for claim in (
           "holds when autograd adds at most 5 % to the pool, with limits when more, not when 5 % to the replay, too.",
           "Capture under no_grad: the pool then keeps nothing for a backward pass that never comes.", _no_grad),
     Claim("free", "CUDA graphs are a free gain.", "20", "capture_cost",
-          "holds when every capture pays back in 10 calls, with limits when later, not when a model gains nothing.",
+          "holds when every capture, its three warm-up calls included, pays back in 10 calls, with limits when later, not when a "
+          "model gains nothing.",
           "Capture what you will replay often; each graph costs start-up time and keeps memory.", _free),
     Claim("limit-1", "Input shapes are fixed: other shapes need padding, or graphs of their own.", "30", "static_traps",
           "holds when another shape is refused or comes out wrong, not when it comes out right.",
@@ -267,6 +277,8 @@ CLAIMS = {claim.id: claim for claim in (
           "Look yours up in the table, or ask labkit.diagnose; each one that fails has a way round.", _operations),
     Claim("when", "Graphs matter most at batch 1 to 4, and in models of many layers.", "40", "sweep_transformer",
           "holds when at batch 32 nine models in ten keep at most half of their gain at batch 1 to 4, and of two with as many "
-          "weights the deeper gains more, with limits when half of the models lose a tenth of it.",
-          "Look where the GPU's own work takes over: short kernels keep the gain to larger batches.", _when),
+          "weights the deeper, narrower one gains more, with limits when half of the models lose a tenth of it. The "
+          "scorecard asks transformers alone, lab 40 other networks too.",
+          "Short kernels keep the gain, to larger batches too. More layers of one width save more time, at about the same speedup.",
+          _when),
 )}
