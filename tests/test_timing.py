@@ -139,7 +139,8 @@ def test_a_ratio_allows_for_what_differs_between_processes():
     def always(enqueue_us, wall_us):
         return timing.Measurement("x", *(timing.spread([us] * 20) for us in (enqueue_us, wall_us / 2, wall_us)), 20, "budget")
 
-    both = timing.Comparison({"cpu": always(30.0, 30.0), "slower cpu": always(60.0, 60.0), "gpu": always(2.0, 10.0), "near": always(9.8, 10.0)})
+    both = timing.Comparison({"cpu": always(30.0, 30.0), "slower cpu": always(60.0, 60.0), "gpu": always(2.0, 10.0), "near": always(9.8, 10.0),
+                              "after a pause": always(50.0, 40.0)})
     assert both["cpu"].wall_us.width == 0
 
     def share(*names, clock="wall_us"):
@@ -148,9 +149,33 @@ def test_a_ratio_allows_for_what_differs_between_processes():
         return r.high / r.median - 1
 
     assert [share("cpu", "gpu"), share("gpu", "cpu")] == pytest.approx([(0.02**2 + 0.1**2) ** 0.5] * 2)  # the CPU decides one of them,
+    assert share("after a pause", "gpu") == pytest.approx((0.02**2 + 0.1**2) ** 0.5)  # and never by more than a CPU varies,
     assert share("slower cpu", "cpu") == pytest.approx(0.02)  # both: a slower CPU leaves their ratio,
     assert share("near", "gpu") == pytest.approx((0.02**2 + 0.078**2) ** 0.5)  # one only when it is slower,
     assert share("cpu", "gpu", clock="gpu_us") == pytest.approx(0.02)  # or none
+
+
+def test_everybody_comes_after_everybody_and_as_often_early_as_late(monkeypatch):
+    turns, names = [], ["a", "b", "c", "d"]
+
+    class Probe:
+        late = False
+
+        def __init__(self, fn, with_gpu):
+            self.fn = fn
+
+        def sample(self):
+            self.fn()
+            return 1.0, 1.0, 1.0
+
+    monkeypatch.setattr(timing, "_Probe", Probe)
+    monkeypatch.setattr(timing.machine, "require_gpu", lambda _: None)
+    for context in ("_gpu_to_ourselves", "_core_after_core"):
+        monkeypatch.setattr(timing, context, lambda: contextlib.nullcontext(lambda: None))
+    both = timing.compare({name: lambda name=name: turns.append(name) for name in names}, budget_s=0.05, target=0)
+    rounds = [turns[i:i + 4] for i in range(0, len(turns), 4)]
+    assert all(sorted(one) == names for one in rounds) and rounds[1::2] == [one[::-1] for one in rounds[:len(rounds) - len(rounds) % 2:2]]
+    assert len(rounds) == both["a"].rounds >= 60 and len({(a, b) for one in rounds for a, b in zip(one, one[1:])}) == 12
 
 
 def test_candidates_without_a_gpu_clock_get_no_gpu_time(monkeypatch):

@@ -108,7 +108,7 @@ def same_operations():
 def warm_up_cold():
     """Try, each in a fresh process, to capture operations that were never called before: cold, and warmed up once.
 
-    A row for each operation, `what`, and number of warm_ups (0, 1, 3): whether it was `captured`, and the `cause` if not.
+    A row for each operation, `what`, and number of warm_ups (0 to 3): whether it was `captured`, and the `cause` if not.
     """
     from labkit import isolate
 
@@ -119,7 +119,7 @@ def warm_up_cold():
               "FFT": "x = torch.randn(64, 64, device='cuda')\nop = lambda: torch.fft.fft(x)"}
     rows = []
     for what, setup in setups.items():
-        for warm_ups in (0, 1, 3):
+        for warm_ups in range(4):
             source = (f"import torch\n{setup}\nwith torch.no_grad():\n    for _ in range({warm_ups}):\n        op()\n"
                       "    torch.cuda.synchronize()\n    graph = torch.cuda.CUDAGraph()\n"
                       "    with torch.cuda.graph(graph):\n        op()\n    graph.replay()\n    torch.cuda.synchronize()")
