@@ -40,18 +40,25 @@ def replay_cost():
 def capture_cost():
     """Compare the one-off cost of a capture, seconds and bytes, with what each replay saves.
 
-    A row for each depth: capture_s, pool_bytes, saving_us, and break_even_calls, None where nothing is saved.
+    A row for each depth: capture_s, the median of five, with its three warm-up calls, which alone take warm_up_s; pool_bytes,
+    saving_us, and break_even_calls, None where nothing is saved.
     """
-    from labkit import models
+    from labkit import models, timing
 
     as_pair(*models.build("transformer", layers=1))  # the first capture of a process also loads libraries
     rows = []
     for layers, graph, both in compare_pairs(
             [(layers, {"kind": "transformer", "layers": layers}) for layers in (1, 3, 6, 12, 24, 48)], budget_s=10):
-        saving, seconds = both.difference("eager", "graph"), graph.capture_seconds
-        rows.append({"layers": layers, "kernels": len(graph.kernel_names), "capture_s": seconds, **cells("saving_us", saving),
-                     "break_even_calls": seconds * 1e6 / saving.median if saving.median > 0 else None,
-                     "pool_bytes": graph.pool_bytes, "samples": walls(both)})
+        saving, made = both.difference("eager", "graph"), models.build("transformer", layers=layers)
+        again = {"capture_s": [], "warm_up_s": []}
+        for _ in range(5):
+            _, other = as_pair(*made)
+            again["capture_s"].append(other.capture_seconds)
+            again["warm_up_s"].append(other.warm_up_seconds)
+        whole, warm_up = map(timing.spread, again.values())
+        rows.append({"layers": layers, "kernels": len(graph.kernel_names), **cells("capture_s", whole), **cells("warm_up_s", warm_up),
+                     **cells("saving_us", saving), "break_even_calls": whole.median * 1e6 / saving.median if saving.median > 0 else None,
+                     "pool_bytes": graph.pool_bytes, "samples": walls(both) | again})
     return rows
 
 
