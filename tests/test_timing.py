@@ -13,7 +13,7 @@ from labkit import machine, timing, turns
 def own_lock(monkeypatch, tmp_path):
     """Pretend a GPU of our own, whose lock lies in a folder of the test's."""
     monkeypatch.setattr(machine, "gpu_uuid", lambda: "GPU-test")
-    monkeypatch.setattr(machine, "other_processes", lambda: ())
+    monkeypatch.setattr(machine, "other_processes", lambda since=None: ())
     monkeypatch.setattr(turns.tempfile, "gettempdir", lambda: str(tmp_path))
     return tmp_path / "labkit-locks" / "GPU-test.lock"
 
@@ -84,13 +84,24 @@ def test_an_interrupted_measurement_leaves_things_as_they_were(own_lock, interru
 
 
 def test_what_slows_a_measurement_is_said_each_time(own_lock, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "other_processes", lambda: ("python (pid 7)",))
+    monkeypatch.setattr(machine, "other_processes", lambda since=None: ("python (pid 7)",))
     monkeypatch.setattr(timing, "disturbances", ["the profiler ran in this process"])
     for _ in range(2):
         with timing._gpu_to_ourselves():
             pass
         assert capsys.readouterr().out == ("Times may be too long: the profiler ran in this process.\n"
                                            "Times may be too long: other processes use this GPU: python (pid 7).\n")
+
+
+def test_of_a_long_measurement_it_is_asked_who_computed_meanwhile(own_lock, monkeypatch, capsys):
+    asked, now = [], [1000.0]
+    monkeypatch.setattr(machine, "other_processes", lambda since=None: asked.append(since) or ())
+    monkeypatch.setattr(timing.time, "time", lambda: now[0])
+    for seconds in (1.5, 5.0):
+        with timing._gpu_to_ourselves():
+            assert not asked[1:]
+            now[0] += seconds
+    assert asked == [None, 1001.5 + timing._TOLD_AFTER_S] and not capsys.readouterr().out
 
 
 def test_without_a_place_for_the_lock_measuring_goes_on(own_lock, monkeypatch):
