@@ -31,7 +31,7 @@ class GraphedCallable:
     (one in which a capture has failed may take no more captures).
     generators: torch.Generators that fn draws from. limit: how many calls are allowed (a cache's length), see `rewind`.
 
-    Attributes: nodes, node_kinds, kernel_names, warm_up_seconds, capture_seconds (the warm-up in it), pool, pool_bytes, inputs and outputs (static buffers).
+    Attributes: nodes, node_kinds, kernel_names, capture_seconds, pool, pool_bytes, inputs and outputs (static buffers).
     Raises NoGPU without a GPU, CaptureError when the capture fails, TypeError or ValueError for examples or results that no
     graph can take or give, and when inputs differ from the examples, and ReplayError when fn's modules or tensors changed
     since. One stream and one thread at a time, as for any graph.
@@ -57,8 +57,8 @@ class GraphedCallable:
         self.pool = pool or torch.cuda.graph_pool_handle()
         args, kwargs = pytree.tree_unflatten(held, self._structure)
         with _one_at_a_time:
-            self._graph, result, self.warm_up_seconds, self.capture_seconds = _capture(
-                partial(fn, *args, **kwargs), self.device, self.pool, generators, warmup, self.inputs)
+            self._graph, result, self.capture_seconds = _capture(partial(fn, *args, **kwargs), self.device, self.pool,
+                                                                 generators, warmup, self.inputs)
         self._outputs, self._out_structure = pytree.tree_flatten(result)
         self.outputs = tuple(t for t in self._outputs if isinstance(t, torch.Tensor))
         _refuse_outputs(self._outputs, self.device)
@@ -260,7 +260,7 @@ def _keep_workspaces(device):
 
 
 def _capture(call, device, pool, generators, warmup, inputs):
-    """Warm up and capture `call` on the side stream; returns (graph, its static outputs, seconds of the warm-up, and of all)."""
+    """Warm up and capture `call` on the side stream; returns (graph, its static outputs, seconds that all this took)."""
     side, graph, first, result = _side_stream(device), torch.cuda.CUDAGraph(keep_graph=True), None, None
     with _undisturbed(device, generators), _side_by_side(side):
         began, versions = time.perf_counter(), [t._version for t in inputs]
@@ -268,7 +268,6 @@ def _capture(call, device, pool, generators, warmup, inputs):
         for _ in range(warmup):
             call()
         torch.cuda.synchronize()
-        warmed = time.perf_counter() - began
         for generator in generators:
             graph.register_generator_state(generator)
         try:
@@ -291,7 +290,7 @@ def _capture(call, device, pool, generators, warmup, inputs):
             first = RuntimeError("the graph is empty")
         if first is None:
             graph.instantiate()
-            return graph, result, warmed, time.perf_counter() - began
+            return graph, result, time.perf_counter() - began
     if not isinstance(first, Exception):
         raise first
     failure, result = CaptureError(first, repaired), None

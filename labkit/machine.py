@@ -218,11 +218,10 @@ def gpus():
     return {uuid: (seen.used, seen.total) for uuid, seen in memory.items() if seen}
 
 
-def other_processes(since=None):
-    """Name who else is on this GPU; this process, its parents and its children do not count.
+def other_processes():
+    """Name who else computes on this GPU; this process, its parents and its children do not count.
 
-    since: seconds of the epoch; only who computed since then is named, where the driver tells (NVML,
-    nvmlDeviceGetProcessUtilization). In a container NVML may show nothing, or process numbers of the host: those are left out.
+    In a container NVML may show nothing, or process numbers of the host: those are left out.
     """
     if not mode().live or not version("psutil"):
         return ()
@@ -231,19 +230,8 @@ def other_processes(since=None):
     family = {process.pid for process in (me, *me.parents(), *me.children(recursive=True))}
     entries = _nvml_get("nvmlDeviceGetComputeRunningProcesses", _handle()) or ()
     used = {entry.pid: (entry.usedGpuMemory or 0) / 2**30 for entry in entries if entry.pid not in family}
-    if used and since is not None and (busy := _busy(since)) is not None:
-        used = {pid: gib for pid, gib in used.items() if pid in busy}
     return tuple(f"{process.info['name']} (process {process.pid}, {used[process.pid]:.1f} GiB)"
                  for process in psutil.process_iter(["name"]) if process.pid in used)
-
-
-def _busy(since):
-    """Return the processes that computed on this GPU since then, by their numbers; None where the driver does not tell."""
-    try:
-        samples = _nvml().nvmlDeviceGetProcessUtilization(_handle(), int(since * 1e6))
-    except Exception as error:  # NVML has an error class per cause: this one says that there is no sample
-        return set() if type(error).__name__ == "NVMLError_NotFound" else None
-    return {sample.pid for sample in samples if sample.smUtil}
 
 
 def describe():

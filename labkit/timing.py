@@ -27,14 +27,14 @@ METHOD = {
               "gpu_gaps says where the queue ran dry all the same (over about 1,000 launches a call)",
     "wall_us": "steady state: a loop of calls between two torch.cuda.synchronize(), divided by the number of calls",
     "warm_up": "at least 3 calls and 0.1 s of each candidate, then rounds",
-    "rounds": "each round samples every candidate once on every clock, after one call that does not count, in an order that is drawn "
-              "for every other round, and reversed for the one after it",
+    "rounds": "each round samples every candidate once on every clock, in an order that is reversed from round to round, "
+              "after one call that does not count",
     "cores": "each round runs on the next of the CPU cores, shuffled, on which a loop of Python takes at most 10 % longer than on "
              "the best (others are slow by nature, or busy with something else); if there is none, on the quickest",
     "statistic": "median over rounds; 95 % interval by resampling blocks of neighbouring rounds, a tenth of the run each "
-                 "(so that drift counts, of 20 rounds or more), widened by Student's t for ten blocks; a ratio is that of medians, and its interval has more, "
+                 "(so that drift counts), widened by Student's t for ten blocks; a ratio is that of medians, and its interval has more, "
                  "in quadrature, for what one process cannot see (experiments.repeatability shows it): 2 %, and what the ratio would "
-                 "change by if the CPU took 10 % longer, where the CPU decides (enqueue_us above wall_us / 1.1; never more than 10 %)",
+                 "change by if the CPU took 10 % longer, where the CPU decides (enqueue_us above wall_us / 1.1)",
     "stop": "after a quarter of the budget, when the interval of every ratio (of a lone candidate: of its wall time) was "
             "narrower than 2 % twice, with half as many rounds again in between; or at the budget; sweeps: at the budget",
     "outside": "garbage collection, allocation of inputs, other measurements on this GPU (a file lock)",
@@ -46,7 +46,6 @@ _MIN_ROUNDS, _BLOCKS, _RESAMPLES = 6, 10, 500
 _FIRST_CHECK, _LONG_S, _LONG_CALL_S = 20, 5, 0.02
 _BETWEEN_PROCESSES, _CPU_VARIES = 0.02, 0.10  # by what a ratio differs between processes: any; and one that the CPU decides
 _FEW_BLOCKS = 2.262 / 1.960  # Student's t for ten blocks over the normal quantile
-_TOLD_AFTER_S = 1.0  # what the driver tells of who computed is of the last second: before that it was who had the turn before us
 _SPIN_CYCLES_PER_US = 2000  # at 2 GHz; _gpu finds out if it is too few
 
 disturbances = []  # what has slowed this process for good, in words: said as a warning before each measurement
@@ -109,8 +108,7 @@ class Comparison:
     def _on_a_slower_cpu(self, name, clock):
         """Return by what share this clock would show more if the CPU were slower by what a CPU varies: none where the GPU decides."""
         us, enqueue_us = getattr(self[name], clock).median, self[name].enqueue_us.median
-        sending = min(us, enqueue_us)  # of a slow step enqueue_us is one call after a pause, and more than its share of a loop
-        return 0.0 if clock == "gpu_us" else max(us, (1 + _CPU_VARIES) * sending) / us - 1
+        return 0.0 if clock == "gpu_us" else max(us, (1 + _CPU_VARIES) * enqueue_us) / us - 1
 
     def difference(self, slow, fast, clock="wall_us"):
         """Return how many microseconds `fast` saves against `slow`: a Spread, resampled by whole rounds.
@@ -148,12 +146,11 @@ def compare(candidates, *, budget_s=5.0, target=0.02, without_gpu=()):
     with _gpu_to_ourselves(), _core_after_core() as next_core:
         probes = {name: _Probe(fn, name not in without_gpu) for name, fn in candidates.items()}
         rounds, began, spent, stopped_by, narrow, check_at = [], time.perf_counter(), 0.0, "budget", False, _FIRST_CHECK
-        draw, names = np.random.default_rng(0).permutation, []
         bar = tqdm(total=budget_s, desc="measuring", leave=False, disable=budget_s < _LONG_S,
                    bar_format="{desc} {percentage:3.0f}% |{bar}| at most {remaining}")
         while len(rounds) < _MIN_ROUNDS or spent < budget_s:
             next_core()
-            names = names[::-1] if len(rounds) % 2 else [list(probes)[at] for at in draw(len(probes))]  # nobody keeps its neighbours
+            names = list(probes) if len(rounds) % 2 else list(reversed(probes))
             samples = {name: probes[name].sample() for name in names}
             rounds.append([samples[name] for name in probes])
             now = time.perf_counter() - began
@@ -295,22 +292,19 @@ def spread(a, b=None, combine=np.divide):
 
 @contextlib.contextmanager
 def _gpu_to_ourselves():
-    """Hold this GPU's file lock and keep the garbage collector out, whatever happens inside; at the end, name who disturbed."""
+    """Hold this GPU's file lock and keep the garbage collector out, whatever happens inside."""
     collecting = gc.isenabled()
     with turns.turn():
-        began = time.time()
-        for why in disturbances:
-            print(f"Times may be too long: {why}.")
         try:
+            others = machine.other_processes()
+            for why in (*disturbances, *([f"other processes use this GPU: {', '.join(others)}"] if others else ())):
+                print(f"Times may be too long: {why}.")
             gc.collect()
             gc.disable()
             yield
         finally:
             if collecting:
                 gc.enable()
-        long_enough = time.time() - began > 2 * _TOLD_AFTER_S
-        if others := machine.other_processes(began + _TOLD_AFTER_S if long_enough else None):
-            print(f"Times may be too long: other processes use this GPU: {', '.join(others)}.")
 
 
 @contextlib.contextmanager

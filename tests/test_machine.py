@@ -125,32 +125,6 @@ def test_the_slug_is_a_plain_folder_name(fresh_machine):
     assert machine.describe().slug == "nvidia-geforce-rtx-4090-laptop"
 
 
-class NVMLError_NotFound(Exception):
-    """As NVML says that it has no sample."""
-
-
-@pytest.mark.parametrize("samples, named", [
-    ([(7, 50), (8, 0)], ("a",)), ([], ()), (NVMLError_NotFound("Not Found"), ()), (RuntimeError("Not Supported"), ("a", "b"))])
-def test_of_strangers_only_those_that_computed_are_named(fresh_machine, samples, named):
-    asked, since = [], 1_700_000_000.25
-
-    def told(handle, after_us):
-        asked.append(after_us)
-        if isinstance(samples, Exception):
-            raise samples
-        return [SimpleNamespace(pid=pid, smUtil=use) for pid, use in samples]
-
-    import psutil
-    processes = [SimpleNamespace(pid=pid, info={"name": name}) for pid, name in ((7, "a"), (8, "b"))]
-    fresh_machine.setattr(psutil, "process_iter", lambda _: processes)
-    fresh_machine.setattr(machine, "mode", lambda: machine.Mode(True, ""))
-    fresh_machine.setattr(machine, "_handle", lambda: None)
-    fresh_machine.setattr(machine, "_nvml_get", lambda call, *args: [SimpleNamespace(pid=pid, usedGpuMemory=0) for pid in (7, 8)])
-    fresh_machine.setattr(machine, "_nvml", lambda: SimpleNamespace(nvmlDeviceGetProcessUtilization=told))
-    assert machine.other_processes(since) == tuple(f"{name} (process {7 + at}, 0.0 GiB)" for at, name in enumerate("ab") if name in named)
-    assert asked == [1_700_000_000_250_000] and len(machine.other_processes()) == 2 and len(asked) == 1
-
-
 def test_only_strangers_count_as_other_processes(fresh_machine):
     orphan = "sleep 30 >/dev/null & echo $!"  # its shell ends at once, so it is no child of this process
     stranger = int(subprocess.run(["sh", "-c", orphan], stdout=subprocess.PIPE).stdout)

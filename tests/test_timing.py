@@ -13,7 +13,7 @@ from labkit import machine, timing, turns
 def own_lock(monkeypatch, tmp_path):
     """Pretend a GPU of our own, whose lock lies in a folder of the test's."""
     monkeypatch.setattr(machine, "gpu_uuid", lambda: "GPU-test")
-    monkeypatch.setattr(machine, "other_processes", lambda since=None: ())
+    monkeypatch.setattr(machine, "other_processes", lambda: ())
     monkeypatch.setattr(turns.tempfile, "gettempdir", lambda: str(tmp_path))
     return tmp_path / "labkit-locks" / "GPU-test.lock"
 
@@ -84,24 +84,13 @@ def test_an_interrupted_measurement_leaves_things_as_they_were(own_lock, interru
 
 
 def test_what_slows_a_measurement_is_said_each_time(own_lock, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "other_processes", lambda since=None: ("python (pid 7)",))
+    monkeypatch.setattr(machine, "other_processes", lambda: ("python (pid 7)",))
     monkeypatch.setattr(timing, "disturbances", ["the profiler ran in this process"])
     for _ in range(2):
         with timing._gpu_to_ourselves():
             pass
         assert capsys.readouterr().out == ("Times may be too long: the profiler ran in this process.\n"
                                            "Times may be too long: other processes use this GPU: python (pid 7).\n")
-
-
-def test_of_a_long_measurement_it_is_asked_who_computed_meanwhile(own_lock, monkeypatch, capsys):
-    asked, now = [], [1000.0]
-    monkeypatch.setattr(machine, "other_processes", lambda since=None: asked.append(since) or ())
-    monkeypatch.setattr(timing.time, "time", lambda: now[0])
-    for seconds in (1.5, 5.0):
-        with timing._gpu_to_ourselves():
-            assert not asked[1:]
-            now[0] += seconds
-    assert asked == [None, 1001.5 + timing._TOLD_AFTER_S] and not capsys.readouterr().out
 
 
 def test_without_a_place_for_the_lock_measuring_goes_on(own_lock, monkeypatch):
@@ -150,8 +139,7 @@ def test_a_ratio_allows_for_what_differs_between_processes():
     def always(enqueue_us, wall_us):
         return timing.Measurement("x", *(timing.spread([us] * 20) for us in (enqueue_us, wall_us / 2, wall_us)), 20, "budget")
 
-    both = timing.Comparison({"cpu": always(30.0, 30.0), "slower cpu": always(60.0, 60.0), "gpu": always(2.0, 10.0), "near": always(9.8, 10.0),
-                              "after a pause": always(50.0, 40.0)})
+    both = timing.Comparison({"cpu": always(30.0, 30.0), "slower cpu": always(60.0, 60.0), "gpu": always(2.0, 10.0), "near": always(9.8, 10.0)})
     assert both["cpu"].wall_us.width == 0
 
     def share(*names, clock="wall_us"):
@@ -160,33 +148,9 @@ def test_a_ratio_allows_for_what_differs_between_processes():
         return r.high / r.median - 1
 
     assert [share("cpu", "gpu"), share("gpu", "cpu")] == pytest.approx([(0.02**2 + 0.1**2) ** 0.5] * 2)  # the CPU decides one of them,
-    assert share("after a pause", "gpu") == pytest.approx((0.02**2 + 0.1**2) ** 0.5)  # and never by more than a CPU varies,
     assert share("slower cpu", "cpu") == pytest.approx(0.02)  # both: a slower CPU leaves their ratio,
     assert share("near", "gpu") == pytest.approx((0.02**2 + 0.078**2) ** 0.5)  # one only when it is slower,
     assert share("cpu", "gpu", clock="gpu_us") == pytest.approx(0.02)  # or none
-
-
-def test_everybody_comes_after_everybody_and_as_often_early_as_late(monkeypatch):
-    turns, names = [], ["a", "b", "c", "d"]
-
-    class Probe:
-        late = False
-
-        def __init__(self, fn, with_gpu):
-            self.fn = fn
-
-        def sample(self):
-            self.fn()
-            return 1.0, 1.0, 1.0
-
-    monkeypatch.setattr(timing, "_Probe", Probe)
-    monkeypatch.setattr(timing.machine, "require_gpu", lambda _: None)
-    for context in ("_gpu_to_ourselves", "_core_after_core"):
-        monkeypatch.setattr(timing, context, lambda: contextlib.nullcontext(lambda: None))
-    both = timing.compare({name: lambda name=name: turns.append(name) for name in names}, budget_s=0.05, target=0)
-    rounds = [turns[i:i + 4] for i in range(0, len(turns), 4)]
-    assert all(sorted(one) == names for one in rounds) and rounds[1::2] == [one[::-1] for one in rounds[:len(rounds) - len(rounds) % 2:2]]
-    assert len(rounds) == both["a"].rounds >= 60 and len({(a, b) for one in rounds for a, b in zip(one, one[1:])}) == 12
 
 
 def test_candidates_without_a_gpu_clock_get_no_gpu_time(monkeypatch):

@@ -40,25 +40,18 @@ def replay_cost():
 def capture_cost():
     """Compare the one-off cost of a capture, seconds and bytes, with what each replay saves.
 
-    A row for each depth: capture_s, the median of five, with its three warm-up calls, which alone take warm_up_s; pool_bytes,
-    saving_us, and break_even_calls, None where nothing is saved.
+    A row for each depth: capture_s, pool_bytes, saving_us, and break_even_calls, None where nothing is saved.
     """
-    from labkit import models, timing
+    from labkit import models
 
     as_pair(*models.build("transformer", layers=1))  # the first capture of a process also loads libraries
     rows = []
     for layers, graph, both in compare_pairs(
             [(layers, {"kind": "transformer", "layers": layers}) for layers in (1, 3, 6, 12, 24, 48)], budget_s=10):
-        saving, made = both.difference("eager", "graph"), models.build("transformer", layers=layers)
-        again = {"capture_s": [], "warm_up_s": []}
-        for _ in range(5):
-            _, other = as_pair(*made)
-            again["capture_s"].append(other.capture_seconds)
-            again["warm_up_s"].append(other.warm_up_seconds)
-        whole, warm_up = map(timing.spread, again.values())
-        rows.append({"layers": layers, "kernels": len(graph.kernel_names), **cells("capture_s", whole), **cells("warm_up_s", warm_up),
-                     **cells("saving_us", saving), "break_even_calls": whole.median * 1e6 / saving.median if saving.median > 0 else None,
-                     "pool_bytes": graph.pool_bytes, "samples": walls(both) | again})
+        saving, seconds = both.difference("eager", "graph"), graph.capture_seconds
+        rows.append({"layers": layers, "kernels": len(graph.kernel_names), "capture_s": seconds, **cells("saving_us", saving),
+                     "break_even_calls": seconds * 1e6 / saving.median if saving.median > 0 else None,
+                     "pool_bytes": graph.pool_bytes, "samples": walls(both)})
     return rows
 
 
@@ -115,7 +108,7 @@ def same_operations():
 def warm_up_cold():
     """Try, each in a fresh process, to capture operations that were never called before: cold, and warmed up once.
 
-    A row for each operation, `what`, and number of warm_ups (0 to 3): whether it was `captured`, and the `cause` if not.
+    A row for each operation, `what`, and number of warm_ups (0, 1, 3): whether it was `captured`, and the `cause` if not.
     """
     from labkit import isolate
 
@@ -126,7 +119,7 @@ def warm_up_cold():
               "FFT": "x = torch.randn(64, 64, device='cuda')\nop = lambda: torch.fft.fft(x)"}
     rows = []
     for what, setup in setups.items():
-        for warm_ups in range(4):
+        for warm_ups in (0, 1, 3):
             source = (f"import torch\n{setup}\nwith torch.no_grad():\n    for _ in range({warm_ups}):\n        op()\n"
                       "    torch.cuda.synchronize()\n    graph = torch.cuda.CUDAGraph()\n"
                       "    with torch.cuda.graph(graph):\n        op()\n    graph.replay()\n    torch.cuda.synchronize()")

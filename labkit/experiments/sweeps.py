@@ -218,8 +218,7 @@ def _measured(steps, batches, length, budget_s=0.8, target=0.02):
             "skipped": "", "kernels": len(graph.kernel_names), **cells("speedup", both.ratio("eager", "graph")),
             **cells("eager_wall_us", eager.wall_us), **cells("graph_wall_us", graphed.wall_us), **cells("gpu_us", graphed.gpu_us),
             **cells("eager_enqueue_us", eager.enqueue_us), **cells("graph_enqueue_us", graphed.enqueue_us),
-            **_work(call, x, length), "rounds": eager.rounds, "stopped_by": eager.stopped_by,
-            "gpu_gaps": graphed.gpu_gaps, "samples": walls(both),
+            **_work(call, x, length), "rounds": eager.rounds, "stopped_by": eager.stopped_by, "samples": walls(both),
             **{f"{how}_{part}": None for how in both.measurements for part in (*TRACE, "kernel")}}
     return {batch: found[batch] for batch in batches}
 
