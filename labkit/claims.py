@@ -9,15 +9,12 @@ from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 
-from labkit import vllm_claims
-
 HOLDS, LIMITS, FAILS = "holds", "holds with limits", "does not hold here"
 OUTDATED, UNKNOWN = "outdated", "not measured"
 VERDICTS = (HOLDS, LIMITS, FAILS, OUTDATED, UNKNOWN)
 
-# What it says, the lab and the experiment that test it, the bounds in words, what it means for a user, the rule, and the verdict
-# where it does not hold.
-Claim = namedtuple("Claim", "id statement lab experiment bounds meaning rule otherwise", defaults=[FAILS])
+# What it says, the lab and the experiment that test it, the bounds in words, what it means for a user, and the rule.
+Claim = namedtuple("Claim", "id statement lab experiment bounds meaning rule")
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def judge(id, table=None):
         holds, limits, numbers, unit, why = claim.rule(table)
     except KeyError as missing:
         raise ValueError(f"claim {id!r} is judged on {claim.experiment}; the table given has no {missing}") from None
-    verdict, told = HOLDS if holds else LIMITS if limits else claim.otherwise, table.attrs["provenance"]
+    verdict, told = HOLDS if holds else LIMITS if limits else FAILS, table.attrs["provenance"]
     return Verdict(claim, verdict, *numbers, unit, why, told)
 
 
@@ -304,4 +301,3 @@ CLAIMS = {claim.id: claim for claim in (
           _when),
     _benchmark_claim("small", 1, 1.3, 1.8), _benchmark_claim("large", 1, 1.1, 1.3), _benchmark_claim("large", 32, 1.02, 1.05),
 )}
-CLAIMS |= {told[0]: Claim(*told) for told in vllm_claims.CLAIMS}
