@@ -26,7 +26,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """The GPU work of one call, in the order in which the GPU did it. Profiling slows launches, not kernels."""
+    """The GPU work of one call, in the order in which the GPU did it. Profiling slows launches, and can show kernels some percent longer."""
 
     kernels: tuple
 
