@@ -215,6 +215,10 @@ def test_an_interrupt_ends_the_isolated_cell_and_nothing_else(live):
 def test_a_restarted_kernel_leaves_no_process_behind(live):
     live.run("%%isolated\n1")
     helper = psutil.Process(int(live.run("from labkit import isolate\nprint(isolate._helpers[0].pid)")))
+    end = time.monotonic() + 60
+    while not helper.children():  # the next spare, which takes the place of the one that ran
+        assert time.monotonic() < end
+        time.sleep(0.05)
     processes = [helper, *helper.children()]
     live.manager.restart_kernel(now=True)
     live.client.wait_for_ready(timeout=60)
