@@ -132,6 +132,21 @@ def test_timeline_zooms():
     assert charts.timeline(step(), window_us=50).png != charts.timeline(step()).png
 
 
+@pytest.mark.parametrize("window_us", [400, 16_020])
+def test_the_last_tick_of_a_timeline_stands_inside_the_picture(window_us, monkeypatch):
+    monkeypatch.setattr(drawing, "finish", lambda figure, *_: figure)
+    monkeypatch.setattr(canvas, "_KEPT", {})
+    figure = charts.timeline(step(2000, apart=10.0), window_us=window_us)
+    ticks = [text for text in figure.axes[-1].get_xticklabels() if text.get_position()[0] <= window_us]
+    assert max(text.get_window_extent(figure.canvas.get_renderer()).x1 for text in ticks) <= figure.bbox.x1
+
+
+def test_bars_coloured_by_their_names_say_these_once(monkeypatch):
+    monkeypatch.setattr(drawing, "finish", lambda figure, *_: [text.get_text() for text in figure.axes[0].texts])
+    assert charts.bars(COSTS, "what", "cost_us", by="what") == ["4 µs", "12 µs"]
+    assert charts.bars(COSTS, "what", "cost_us", by="layer") == ["4 µs   driver", "12 µs   torch"]
+
+
 def test_durations_count_a_graph_and_its_eager_twin_once():
     assert charts.durations(step(170, work=3.0)).text.startswith("170 kernels work for 3 µs to 3 µs each. Half")
 

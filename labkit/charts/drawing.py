@@ -42,7 +42,7 @@ def bars(table, label, value, by=None, title=None, value_label=None):
     looks = looks_of(table[by].unique()) if by else {}
     value_label, drawn = value_label or words(value), []
     for place, (_, row) in enumerate(table.iterrows()):
-        colour, note = (looks[row[by]][0], f"   {row[by]}") if by else (BLUE, "")
+        colour, note = (looks[row[by]][0], f"   {row[by]}" if by != label else "") if by else (BLUE, "")
         drawn.append((place, row[label], row, value, colour, say(row[value], value) + note))
     _bars(axes, drawn, value_label)
     names = [f"{name} ({say(size, value)})" for name, size in zip(table[label], table[value])]
@@ -103,7 +103,7 @@ def timeline(table, window_us=None, title=None, dpi=DPI, inches=INCHES):
     """Draw when the CPU launches and when the GPU works; `window_us` (microseconds) zooms in on that long a start."""
     require(table, "name", "launch_at_us", "launch_us", "start_us", "gpu_us")
     parts = list(table.groupby("how", sort=False)) if "how" in table else [("", table)]
-    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.07, 0.62, 0.53, 0.36), dpi, inches)
+    figure, *all_axes = blank(0.9 + 1.35 * len(parts), len(parts), (1.05, 0.25, 0.62, 0.53, 0.36), dpi, inches)
     ends, said = zip(*(_lanes(axes, *part, window_us or np.inf) for part, axes in zip(parts, all_axes)))
     window_us = window_us or max(ends)
     all_axes[-1].set(xlim=(0, window_us), xlabel="time since the first launch (µs); grey: the GPU has nothing to do")
