@@ -65,7 +65,8 @@ WRONG = {
     # lab 35
     "catches": [("['you', 'refused', 'you', 'refused', 'you', 'avoided']", "the first"), ("['avoided', 'refused', 'refused', 'refused', 'you', 'avoided']", "the third"),
                 ("['avoided', 'refused', 'you', 'refused', 'avoided', 'avoided']", "the fifth"), ("['avoided', 'you', 'you', 'refused', 'you', 'avoided']", "As expected"),
-                ("['avoided', 'refused', 'you', 'refused', 'you', 'refused']", "the sixth")],
+                ("['avoided', 'refused', 'you', 'refused', 'you', 'refused']", "the sixth"), ("['avoid', 'refuse', 'you', 'refuse', 'you', 'avoid']", "just so"),
+                ("'avoided'", "six words")],
     "entries": [("[5, 1]", "a capture runs nothing"), ("[2, 1]", "run on the GPU"), ("[4, 5]", "writes one entry"), ("[4, 0]", "came after the reset")],
     # lab 40
     "halved": [("0", "look again"), ("'8'", "without quotes"), ("3", "no batch of the sweep"), ("1", "more than half is left"), ("512", "a smaller batch")],
