@@ -277,8 +277,8 @@ CLAIMS = {claim.id: claim for claim in (
           "Look yours up in the table, or ask labkit.diagnose; each one that fails has a way round.", _operations),
     Claim("when", "Graphs matter most at batch 1 to 4, and in models of many layers.", "40", "sweep_transformer",
           "holds when at batch 32 nine models in ten keep at most half of their gain at batch 1 to 4, and of two with as many "
-          "weights the deeper, narrower one gains more, with limits when half of the models lose a tenth of it. The "
-          "scorecard asks transformers alone, lab 40 other networks too.",
+          "weights the deeper, narrower one gains more, with limits when half of the models lose a tenth of it. "
+          "Lab 70 asks transformers alone, lab 40 other networks too.",
           "Short kernels keep the gain, to larger batches too. More layers of one width save more time; that alone is no larger speedup.",
           _when),
 )}
