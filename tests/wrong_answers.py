@@ -86,9 +86,9 @@ WRONG = {
                 ("launch_model.predict(busy, constants)", "these are times")],
     # lab 70
     "share_rule": [("lambda shares, low=0.2, high=0.4: True", "return one of the words"), ("lambda shares, low=0.2, high=0.4: 'maybe'", "return claims.HOLDS"),
-                   ("lambda shares, low=0.2, high=0.4: claims.HOLDS", "look at which bounds count"), ("lambda shares: claims.HOLDS if shares else 0.5", "look at which bounds count"),
-                   (SHARE_RULE.format(inside="low < share < high", enough=">= 0.5"), "look at which bounds count"),
-                   (SHARE_RULE.format(inside="low <= share <= high", enough="> 0.5"), "look at which bounds count")],
+                   ("lambda shares, low=0.2, high=0.4: claims.HOLDS", "count the shares"), ("lambda shares: claims.HOLDS if shares else 0.5", "count the shares"),
+                   (SHARE_RULE.format(inside="low < share < high", enough=">= 0.5"), "count the shares"),
+                   (SHARE_RULE.format(inside="low <= share <= high", enough="> 0.5"), "count the shares")],
     "slower": [("slower - 1", "is still larger"), ("slower + 1", "a little faster will do"), ("1 / slower", "a whole number"), ("'two'", "a whole number")],
 }
 
