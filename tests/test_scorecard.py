@@ -98,7 +98,7 @@ def test_the_furthest_from_the_guesses_come_first_and_what_agrees_never(made):
 
 
 def test_a_claim_that_is_new_needs_no_change_here(made, monkeypatch):
-    new = claims.CLAIMS["launch-cost"]._replace(id="vllm-new", lab="60", experiment="grad_pools")
+    new = claims.CLAIMS["launch-cost"]._replace(id="vllm-new", lab="60", experiments=("grad_pools",))
     monkeypatch.setitem(claims.CLAIMS, "vllm-new", new._replace(rule=lambda table: (True, True, (1, 1, 1), "logs", "It says so.")))
     model = ScorecardModel(TABLES, {"vllm-new": claims.OUTDATED})
     assert verdicts(model)["vllm-new"] == HOLDS and model.surprises(1)[0].claim.id == "vllm-new"
