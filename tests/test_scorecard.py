@@ -110,7 +110,7 @@ def test_the_table_links_to_labs_that_are_there_and_shows_number_range_and_origi
     monkeypatch.chdir(tmp_path)
     html = scorecard_view.table(ScorecardModel(TABLES, {"launch-cost": LIMITS}))
     row = html.partition("launch-cost")[2].partition("</tr>")[0]
-    assert '<a href="10_measure.ipynb"' in row and "holds with limits" in row and "6 µs" in row and "TEST DATA" in row
+    assert '<a href="10_measure.ipynb"' in row and "holds with limits" in row and "6 µs" in row and "TEST DATA" in row and "both lie in 5 to 10 µs" in row
     assert "20_" not in html and "<b>≈ holds with limits</b>" in html.partition("no-grad")[2]
 
 
