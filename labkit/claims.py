@@ -201,11 +201,12 @@ def _no_grad(table, same=1.05):
 
 
 def _free(table, calls=10):
-    paid, never = table["break_even_calls"], (table["saving_us"] <= 0).sum()
-    return (not never and paid.max() <= calls, not never, paid.quantile([0.5, 0, 1]), "calls",
-            f"{never} of {len(table)} models gain nothing." if never else
-            f"A capture pays itself back after {paid.min():,.0f} to {paid.max():,.0f} calls, and keeps up to "
-            f"{table['pool_bytes'].max() / 2**20:.0f} MiB in its pool.")
+    gained, memory = table[table["saving_us"] > 0], table["pool_bytes"].max() / 2**20
+    if never := len(table) - len(gained):
+        return False, False, (never,) * 3, f"of {len(table)} models gain nothing", f"{never} of {len(table)} models gain nothing."
+    paid = gained["capture_s"] * 1e6 / gained["saving_us"]
+    return (paid.max() <= calls, True, paid.quantile([0.5, 0, 1]), "calls",
+            f"A capture pays itself back after {paid.min():,.0f} to {paid.max():,.0f} calls, and keeps up to {memory:.0f} MiB in its pool.")
 
 
 def _fixed_shapes(table):
@@ -228,7 +229,8 @@ def _fails(table, *names, group=None):
 
 
 def _control_flow(table):
-    (python, _), (gpu, of) = _fails(table, "if on a shape"), _fails(table, "if on a GPU value", "while on a GPU value")
+    python, _ = _fails(table, "if on a shape")
+    gpu, of = _fails(table, "if on a GPU value", "while on a GPU value", "for over a GPU number")
     return (python and gpu == of, gpu > 0, (gpu,) * 3, f"of {of} kinds of branch on a GPU value fail",
             f"An if on a Python value {'fails' if python else 'is baked in without a word'}; {gpu} of {of} branches on a GPU "
             "value fail.")
@@ -290,7 +292,7 @@ CLAIMS = {claim.id: claim for claim in (
           "GPU waits for counts as launching: Python and PyTorch too, and not the driver's calls alone.",
           "Say what you count: the driver's calls alone are a smaller share of the same step.", _share),
     Claim("arithmetic", "Kernels times launch cost tells what launching costs a step.", "10", ("step_saving",),
-          "holds when it is within 1.5 times of the saving of all models at batch 1 to 4, with limits within 3. The launch cost is what "
+          "holds when it is within 1.5 times of the saving of all networks of lab 10 at batch 1 to 4, with limits within 3. The launch cost is what "
           "the simplest operation of PyTorch costs.",
           "A count and one launch cost give the order of magnitude where the CPU sets the pace, and far too much elsewhere.", _arithmetic),
     Claim("replay-cost", "One replay costs about 10 µs of CPU time.", "20", ("replay_cost",),
@@ -302,7 +304,7 @@ CLAIMS = {claim.id: claim for claim in (
           "holds when, of one transformer, kernels, by their short names and in order, and results are the same, with limits when only the kernels are.",
           "A graph changes who launches the work, not the work.", _same_ops),
     Claim("saving", "A graph saves 1 to 3 ms a forward pass at small batch.", "20", ("step_saving",),
-          "holds when every model at batch 1 to 4 saves 1 to 3 ms, with limits when at least one does.",
+          "holds when every network of lab 10 at batch 1 to 4 saves 1 to 3 ms, with limits when at least one does.",
           "The saving grows with the number of kernels: expect yours from your own count.", _saving),
     Claim("warm-up", "Warm up three times before the capture.", "20", ("warm_up_cold",),
           "holds when an operation needs more than one warm-up call, of the one and the three that were tried, with limits when one "
@@ -316,7 +318,7 @@ CLAIMS = {claim.id: claim for claim in (
           "Capture under no_grad: the pool then keeps nothing for a backward pass that never comes.", _no_grad),
     Claim("free", "CUDA graphs are a free gain.", "20", ("capture_cost",),
           "holds when every capture, its three warm-up calls included, pays back in 10 calls, with limits when later, not when a "
-          "model gains nothing.",
+          "model gains nothing. The memory that it keeps is told, and not judged.",
           "Capture what you will replay often; each graph costs start-up time and keeps memory.", _free),
     Claim("limit-1", "Input shapes are fixed: other shapes need padding, or graphs of their own.", "30", ("static_traps",),
           "holds when another shape is refused or comes out wrong, not when it comes out right.",

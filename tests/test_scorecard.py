@@ -57,7 +57,7 @@ def test_what_is_missing_comes_in_one_after_the_other_and_a_failure_costs_only_i
     assert set(tables) == set(TABLES) and model.missing == {"capture_cost": "division by zero"} and not model.busy
     assert sorted(set(seen)) == [1, 2, 3]  # drawn after each
     assert verdicts(model)["replay-cost"] == FAILS and verdicts(model)["free"] == UNKNOWN
-    made["capture_cost"] = lambda: table([{"break_even_calls": 4.0, "saving_us": 1.0, "pool_bytes": 1.0}])
+    made["capture_cost"] = lambda: table([{"capture_s": 4e-6, "saving_us": 1.0, "pool_bytes": 1.0}])
     asyncio.run(model.fill())
     assert verdicts(model)["free"] == HOLDS and model.missing == {}
 
