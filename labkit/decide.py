@@ -22,11 +22,12 @@ RULES = {
     WRONG: f"replayed, it fails, or its results are more than {OFF:.0%} off on new values",
     CANNOT: "the trial capture fails; the first cause stands there"}
 REMARKS = (f"A capture that needs more than {CALLS:,} calls to pay for itself, and a pool of more than {MEMORY:.0%} of the GPU's memory, are "
-           "pointed out. A target is met when the whole interval of the median call is within it, and missed when all of it is beyond; single "
-           "calls, and other processes, can take longer. torch.compile gives more where its whole interval lies above the graph's; its results are not compared.")
+           "pointed out. A capture is timed once, its warm-up calls included. A target was met when the whole interval of the median call is "
+           "within it, and missed when all of it is beyond. That interval is of the one process that measured: another process, where the CPU "
+           "may be slower, and single calls can take longer. torch.compile gives more where its whole interval lies above the graph's; its results are not compared.")
 NEAREST = "Not recorded as asked; this is the nearest that is"
-TARGET = {"only a graph surely meets": ((False, True), (None, True)), "only eager surely meets": ((True, False), (True, None)),
-          "both meet": ((True, True),), "neither meets": ((False, False),)}  # of (eager, graph); None: too close to say, or not known
+TARGET = {(False, True): "only a graph met", (None, True): "a graph met, and eager perhaps,", (True, False): "only eager met",
+          (True, None): "eager met, and a graph perhaps,", (True, True): "both met", (False, False): "neither met"}  # of (eager, graph)
 SIZES = {"mlp": (24, 1024, 1), "transformer": (24, 512, 64), "causal": (24, 512, 64), "gpt2": (12, 768, 128), "llama": (16, 2048, 128)}
 
 
@@ -95,9 +96,9 @@ class Decision:
             said.append(f"torch.compile gives more at {_batches(better)}")
         if self.latency_us:
             met = [(p, tuple(_meets(p, how, self.latency_us) for how in ("eager", "a graph"))) for p in self.points]
-            for words, wanted in TARGET.items():
-                if points := [p for p, each in met if each in wanted]:
-                    said.append(f"{words} {charts.time(self.latency_us)} at {_batches(points)}")
+            grouped = {words: [p for p, each in met if each == wanted] for wanted, words in TARGET.items()}
+            targets = [f"{words} {charts.time(self.latency_us)} at {_batches(points)}" for words, points in grouped.items() if points]
+            said += [f"in the one process that measured, {', '.join(targets)}"] * bool(targets)
         if any(NEAREST in point.note for point in self.points):
             said.append("not all of this was recorded as asked: see the notes")
         return "; ".join(said)[:1].upper() + "; ".join(said)[1:] + "."
@@ -126,7 +127,8 @@ class Decision:
                 f" times as fast as eager; compiling took {p.compiled['seconds']:.0f} s")
         if self.latency_us and p.speedup:
             words = {True: "met", False: "missed", None: "too close to say"}
-            told[f"{charts.time(self.latency_us)} or less"] = "; ".join(f"{how}: {words[_meets(p, how, self.latency_us)]}" for how in ("eager", "a graph"))
+            eager, graph = (words[_meets(p, how, self.latency_us)] for how in ("eager", "a graph"))
+            told[f"{charts.time(self.latency_us)} or less"] = f"eager: {eager}; a graph: {'not to be used' if p.advice == WRONG else graph}"
         return told | ({"careful": "; ".join(p.risks)} if p.risks else {}) | ({"note": p.note} if p.note else {})
 
     def __str__(self):
@@ -156,8 +158,10 @@ def _span(values, say):
 
 
 def _meets(point, how, target_us):
-    """Say whether a step meets a target (µs) by its whole interval: True, False, or None where that is not known."""
-    times = point.eager_us if how == "eager" else point.graph_us if point.advice not in (WRONG, CANNOT) else ()
+    """Say whether a step met a target (µs) by its whole interval: True, False (a graph of no use never does), or None, not known."""
+    if how != "eager" and point.advice in (WRONG, CANNOT):
+        return False
+    times = point.eager_us if how == "eager" else point.graph_us
     return None if not times or times[1] <= target_us < times[2] else times[2] <= target_us
 
 

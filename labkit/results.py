@@ -58,7 +58,7 @@ def gather(names=()):
 
 def sent():
     """Return the experiments that results hold or are judged from, in order."""
-    wanted = {*TABLES, *(claim.experiment for claim in claims.CLAIMS.values())}
+    wanted = {*TABLES, *(name for claim in claims.CLAIMS.values() for name in claim.experiments)}
     return [name for name in experiments.EXPERIMENTS if name in wanted]
 
 
@@ -67,7 +67,7 @@ def judged(tables):
     found = []
     for id, claim in claims.CLAIMS.items():
         try:
-            found.append(claims.judge(id, tables.get(claim.experiment)))
+            found.append(claims.judge(id, *map(tables.get, claim.experiments)))
         except ValueError as error:
             found.append(claims.judge(id))
             found[-1] = replace(found[-1], why=str(error))

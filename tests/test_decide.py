@@ -9,7 +9,7 @@ import pytest
 from made_up import sweep_row, table
 
 from labkit import __main__ as cli
-from labkit import decide, examine, machine, recordings
+from labkit import charts, decide, examine, machine, recordings
 from labkit.decide import CALLS, CANNOT, GAIN, MEMORY, OFF, STAY, UNKNOWN, UNSURE, USE, WRONG, Decision, Point
 from labkit.explorers.decide_model import DecideModel
 
@@ -61,9 +61,22 @@ def test_a_large_pool_is_pointed_out():
 def test_a_target_is_met_by_the_whole_interval_or_not(target, eager, graph):
     answer = Decision("m", (point(),), "made up", latency_us=target)
     assert f"eager: {eager}; a graph: {graph}" in str(answer)
-    assert ("only a graph surely meets" in answer.recommendation) == (graph == "met" != eager)
-    assert ("both meet" in answer.recommendation) == (graph == eager == "met")
-    assert ("neither meets" in answer.recommendation) == (graph == eager == "missed")
+    said = {("missed", "missed"): "neither met", ("missed", "met"): "only a graph met", ("too close to say", "met"): "a graph met, and eager perhaps,",
+            ("met", "met"): "both met"}.get((eager, graph))
+    assert answer.recommendation.endswith(f"; in the one process that measured, {said} {charts.time(target)} at batch 1." if said else "times as fast.")
+    assert "of the one process that measured" in str(answer)
+
+
+@pytest.mark.parametrize("target, eager, said", [
+    (99.0, (80.0, 70.0, 90.0), "eager met, and a graph perhaps,"), (94.0, (80.0, 70.0, 90.0), "only eager met"), (94.0, (99.0, 95.0, 100.0), "neither met")])
+def test_a_target_where_eager_is_the_quicker_one(target, eager, said):
+    assert f"measured, {said} {charts.time(target)}" in Decision("m", (point(0.5, 0.6, eager_us=eager),), "made up", latency_us=target).recommendation
+
+
+def test_a_graph_that_is_wrong_meets_no_target():
+    answer = Decision("m", (point(off=1.0),), "made up", latency_us=400.0)
+    assert "only eager met" in answer.recommendation and "eager: met; a graph: not to be used" in str(answer)
+    assert "only eager met" in Decision("m", (Point(1, eager_us=(1.0, 1.0, 1.0), failure="it waits"),), "made up", latency_us=400.0).recommendation
 
 
 def test_torch_compile_gives_more_only_where_its_whole_interval_lies_above():

@@ -77,3 +77,10 @@ def test_the_page_on_measuring_has_commands_that_there_are(line, capsys):
         assert called[1] in experiments.EXPERIMENTS
     else:
         assert (words := line.removeprefix("-m labkit ").split()) and cli.parser().parse_args(words)
+
+
+def test_what_is_not_mended_is_seen_in_the_recordings_as_the_page_says(capsys):
+    exec(re.search(r"```python\n(.*?)```", METHOD, re.S)[1], {})
+    lines = capsys.readouterr().out.splitlines()
+    most = {word: max(abs(int(re.search(r"([+-]?\d+)%", line)[1])) for line in lines if word in line) for word in ("eager", "matmul", "ceilings")}
+    assert most["eager"] > 50 and most["matmul"] > 10 and most["ceilings"] > 10

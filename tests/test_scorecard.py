@@ -57,7 +57,7 @@ def test_what_is_missing_comes_in_one_after_the_other_and_a_failure_costs_only_i
     assert set(tables) == set(TABLES) and model.missing == {"capture_cost": "division by zero"} and not model.busy
     assert sorted(set(seen)) == [1, 2, 3]  # drawn after each
     assert verdicts(model)["replay-cost"] == FAILS and verdicts(model)["free"] == UNKNOWN
-    made["capture_cost"] = lambda: table([{"break_even_calls": 4.0, "saving_us": 1.0, "pool_bytes": 1.0}])
+    made["capture_cost"] = lambda: table([{"capture_s": 4e-6, "saving_us": 1.0, "pool_bytes": 1.0}])
     asyncio.run(model.fill())
     assert verdicts(model)["free"] == HOLDS and model.missing == {}
 
@@ -98,7 +98,7 @@ def test_the_furthest_from_the_guesses_come_first_and_what_agrees_never(made):
 
 
 def test_a_claim_that_is_new_needs_no_change_here(made, monkeypatch):
-    new = claims.CLAIMS["launch-cost"]._replace(id="vllm-new", lab="60", experiment="grad_pools")
+    new = claims.CLAIMS["launch-cost"]._replace(id="vllm-new", lab="60", experiments=("grad_pools",))
     monkeypatch.setitem(claims.CLAIMS, "vllm-new", new._replace(rule=lambda table: (True, True, (1, 1, 1), "logs", "It says so.")))
     model = ScorecardModel(TABLES, {"vllm-new": claims.OUTDATED})
     assert verdicts(model)["vllm-new"] == HOLDS and model.surprises(1)[0].claim.id == "vllm-new"
@@ -110,7 +110,7 @@ def test_the_table_links_to_labs_that_are_there_and_shows_number_range_and_origi
     monkeypatch.chdir(tmp_path)
     html = scorecard_view.table(ScorecardModel(TABLES, {"launch-cost": LIMITS}))
     row = html.partition("launch-cost")[2].partition("</tr>")[0]
-    assert '<a href="10_measure.ipynb"' in row and "holds with limits" in row and "6 µs" in row and "TEST DATA" in row
+    assert '<a href="10_measure.ipynb"' in row and "holds with limits" in row and "6 µs" in row and "TEST DATA" in row and "both lie in 5 to 10 µs" in row
     assert "20_" not in html and "<b>≈ holds with limits</b>" in html.partition("no-grad")[2]
 
 

@@ -60,8 +60,8 @@ def scorecard(model):
 
 
 def table(model):
-    """Write the scorecard as an HTML table: claim, guess, verdict, number with its range, GPU, why, and the lab that measures it."""
-    rows = "".join(_row(v, model.guesses.get(v.claim.id), model.missing.get(v.claim.experiment)) for v in model.verdicts)
+    """Write the scorecard as an HTML table: claim, guess, verdict, number with its range, GPU, why, its rule, and the lab that measures it."""
+    rows = "".join(_row(v, model.guesses.get(v.claim.id), model.missing) for v in model.verdicts)
     head = "".join(f'<th scope="col" {LEFT}>{name}</th>' for name in ("Claim", "Your guess", "Verdict", "Number, and its range", "Why"))
     return f'<div style="overflow-x:auto"><table style="width:100%"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
@@ -69,9 +69,10 @@ def table(model):
 def _row(verdict, guess, missing):
     claim, number = verdict.claim, report.number(verdict.number, verdict.unit)
     span = "" if verdict.low == verdict.high else f"{report.number(verdict.low, verdict.unit)} to {report.number(verdict.high, verdict.unit)}"
-    why = escape(verdict.why) + (f" {escape(missing)}." if missing else "")
+    why = " ".join(map(escape, [verdict.why, *(f"{missing[name]}." for name in claim.experiments if name in missing)]))
+    rule = f'<details><summary aria-label="The rule: {escape(claim.id)}">The rule</summary>{escape(claim.bounds)}</details>'
     cells = (escape(guess or "none"), f"<b>{report.MARKS[verdict.verdict]} {escape(verdict.verdict)}</b>",
-             f'{escape(number)}<br><small>{escape(span)}</small>', f"{why}<br><small>{escape(verdict.provenance['label'])}</small>")
+             f'{escape(number)}<br><small>{escape(span)}</small>', f"{why}<br><small>{escape(verdict.provenance['label'])}</small>{rule}")
     return (f'<tr><th scope="row" {LEFT}>{escape(claim.statement)}<br><small>{escape(claim.id)}, {_lab(claim.lab)}</small></th>'
             + "".join(f"<td {LEFT}>{cell}</td>" for cell in cells) + "</tr>")
 
