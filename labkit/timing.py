@@ -174,6 +174,15 @@ def stopwatch():
     return lambda: (time.perf_counter_ns() - began) / 1e3
 
 
+def one_loop_us(fn, calls):
+    """Time one loop of calls, once, with no warm-up, turns or interval, as most benchmarks do: µs a call. For comparison only."""
+    elapsed = stopwatch()
+    for _ in range(calls):
+        fn()
+    torch.cuda.synchronize()
+    return elapsed() / calls
+
+
 class _Probe:
     """One candidate, warmed up, with the number of calls that each sample of it takes."""
 

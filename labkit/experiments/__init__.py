@@ -3,7 +3,7 @@
 A lab calls `experiments.name()`; `python -m labkit record` calls its `.measure()` and keeps what that returns.
 """
 
-from labkit.experiments import capture, limits, overhead, sweeps  # noqa: F401  each registers its experiments
+from labkit.experiments import capture, decoding_steps, limits, overhead, sweeps  # noqa: F401  each registers its experiments
 from labkit.experiments.registry import EXPERIMENTS
 
 globals().update(EXPERIMENTS)
