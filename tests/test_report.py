@@ -224,6 +224,11 @@ def test_dark_light_narrow_and_printed(opened):
     for media in ({"color_scheme": "dark"}, {"color_scheme": "light"}, {"media": "print", "color_scheme": "light"}):
         tab.emulate_media(**media)
         assert contrast() > 500 if media["color_scheme"] == "dark" else contrast() < -500
+    rule = tab.locator("details", has=tab.locator("summary[aria-label^='The rule']")).first
+    printed = rule.bounding_box()["height"]
+    tab.emulate_media(media="screen")
+    assert printed > 2 * rule.bounding_box()["height"]  # on paper nobody can open it
+    tab.emulate_media(media="print")
     assert not tab.get_by_role("link", name="launch_cost.csv").is_visible()  # a link that paper cannot follow
     tab.emulate_media(media="screen")
     tab.set_viewport_size({"width": 400, "height": 800})
