@@ -55,7 +55,9 @@ def _filled(template, **given):
 
     rooms = jinja2.FileSystemLoader(Path(__file__).with_name("pages"))
     environment = jinja2.Environment(loader=rooms, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    written = environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
+    notebooks = Path(__file__).parents[1] / "notebooks"
+    labs = {path.name[:2]: f"notebooks/{path.name}" for path in notebooks.glob("[0-9]*.ipynb")}
+    written = environment.get_template(template).render(labs=labs, today=datetime.date.today().isoformat(), version=__version__, **given)
     if (size := len(written.encode())) > LARGEST:
         raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, and a page takes at most {LARGEST >> 20}: put less on it")
     return written
