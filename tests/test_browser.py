@@ -10,7 +10,7 @@ import pytest
 from labkit import __main__ as cli
 from labkit import build, claims
 
-LABS = {number: path.stem for number in (10, 31, 40, 70) for path in build.NOTEBOOKS.glob(f"{number}_*.ipynb")}
+LABS = {number: path.stem for number in (10, 31, 40, 41, 70) for path in build.NOTEBOOKS.glob(f"{number}_*.ipynb")}
 
 
 def shorten(path, words):
@@ -35,6 +35,7 @@ def tabs(context, tmp_path_factory):
     labs, app = tmp_path_factory.mktemp("labs"), tmp_path_factory.mktemp("app")
     shutil.copytree(build.NOTEBOOKS, labs / "notebooks", ignore=shutil.ignore_patterns("solutions"))
     for number, words in ((10, ("banner()", "sweep = ", "explore(")), (31, ("banner()", "operations = ", "search(")),
+                          (41, ("banner()", "guess = ", "swept = ", "launch_constants()", "middle = ", "def launches_us", "constants = ", "whatif(")),
                           (70, ("banner()", "tables = {", "guesses = {}", "scorecard_view.", "decide_view.", "board_view."))):
         shorten(labs / "notebooks" / f"{LABS[number]}.ipynb", words)
     with browser.served(labs, "--LabApp.expose_app_in_browser=True") as jupyterlab, browser.served(app, "--app") as voila:
@@ -100,6 +101,16 @@ def test_the_idle_explorer_of_lab_10_follows_keyboard_and_mouse(tabs):
         moves_by_keyboard_and_mouse(lab)
         lab.locator(".labkit-layers .noUi-handle").focus()
         assert browser.tab_through(lab.page, ".labkit-batch .noUi-handle") == [["slider", "width"]]
+
+
+def test_the_sliders_of_lab_41_go_by_keys(tabs):
+    with tabs["labs"].lab(LABS[41]) as lab:
+        said = lab.locator(".labkit-whatif p")
+        said.wait_for()
+        for name in ("batch", "cpu", "gpu-speed", "more-layers"):
+            change(said, lambda name=name: browser.press(lab, f"labkit-{'whatif-' * (name == 'batch')}{name}", "ArrowRight"))
+        lab.locator(".labkit-whatif-curve select").focus()
+        assert browser.tab_through(lab.page, ".labkit-more-layers .noUi-handle") == [["slider", "batch"], ["slider", "CPU speed ×"], ["slider", "GPU speed ×"]]
 
 
 def test_the_search_of_lab_31_follows_what_is_typed(tabs):
