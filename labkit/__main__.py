@@ -163,7 +163,7 @@ def page(cells):
     import jinja2
     import nbformat
     from nbconvert import HTMLExporter
-    exporter = HTMLExporter(extra_loaders=[jinja2.DictLoader({"page": PAGE})], template_file="page")
+    exporter = HTMLExporter(extra_loaders=[jinja2.DictLoader({"page": PAGE})], template_file="page", mathjax_url="", require_js_url="")
     whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": "CUDA Graphs Lab"})
     written = exporter.from_notebook_node(whole)[0]
     return re.sub(r'(<div class="jp-[^>]*) tabindex="0"', r"\1", written)  # else Tab stops at every cell, where nothing can be done

@@ -59,8 +59,10 @@ def test_slides_can_be_read_from_the_back_row_and_go_by_arrow_keys(context, tmp_
         cell.source = cell.source.replace("## Learn the four moves", "### Learn the four moves")  # an exercise can stand so low
     notebook.cells.insert(1, nbformat.v4.new_code_cell("first = 1  # a line that no screen is wide enough for" * 9))
     (tmp_path / "slides.html").write_text(cli.slides(notebook.cells), "utf-8")
-    page = context.new_page()
+    page, asked = context.new_page(), []
+    page.on("request", lambda request: asked.append(request.url))
     page.goto(f"file://{tmp_path}/slides.html")
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     for width, height in ((1920, 1080), (1280, 720)):
         page.set_viewport_size({"width": width, "height": height})
         assert page.locator("p, li, pre, img").count() > 50 and browser.unreadable(page) == []
