@@ -61,7 +61,7 @@ def test_a_stub_that_is_no_python_is_refused():
 
 def test_a_learners_copy_has_no_outputs_no_answers_and_the_same_ids():
     notebook = lab("#! Title", ("secret = 1", ["solution"]), ("#! For teachers", ["instructor"]),
-                   "%%gpu\nn = ...\n# solution\nn = 3\n# end of solution", ("print(1)", ["nbval-check-output"]))
+                   "%%gpu\nn = ...\n# solution\nn = 3\n# end of solution", ("print(1)", ["nbval-check-output"]), ("#! Why", ["solution"]))
     notebook.cells[4].outputs = [nbformat.v4.new_output("stream", text="1\n")]
     notebook.cells[4].execution_count = 7
     before = json.dumps(notebook)

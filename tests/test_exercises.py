@@ -1,7 +1,8 @@
-"""Exercises of all labs: checks take any right way, and name what is off about each of several wrong answers."""
+"""Exercises of all labs: checks take any right way and name what is off about wrong ones, and solutions say why."""
 
 import ast
 import functools
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from wrong_answers import RIGHT, WRONG
 from labkit import build, check, machine, progress
 from labkit.recordings import code_of
 
+WHY = "**Why:** "
 LAB_OF = {name: lab for lab, names in progress.exercises(build.NOTEBOOKS).items() for name in names}
 
 
@@ -76,3 +78,20 @@ def test_a_wrong_answer_hears_what_is_off(name, answer, hint, capsys):
 @pytest.mark.parametrize("name, answer", [(name, right) for name, several in RIGHT.items() for right in several])
 def test_another_right_way_is_correct(name, answer, capsys):
     assert said_of(name, answer, capsys) == f"{check.CORRECT}: {name}"
+
+
+@pytest.mark.parametrize("name", LAB_OF)
+def test_below_its_check_the_solution_says_why_in_a_few_words(name):
+    cells = build.read(build.NOTEBOOKS / "solutions" / f"{LAB_OF[name]}.ipynb").cells
+    below = next(after for cell, after in itertools.pairwise(cells)
+                 if cell.cell_type == "code" and name in progress.CHECKED.findall(cell.source))
+    assert below.cell_type == "markdown" and below.source.startswith(WHY), f"write why this is the answer below the check of {name}"
+    assert below.id.startswith(f"lab{LAB_OF[name][:2]}-why-") and 10 <= len(below.source.split()) <= 90
+
+
+@pytest.mark.parametrize("path", build.solutions(), ids=lambda path: path.stem)
+def test_only_solutions_say_why(path):
+    whys = [cell for cell in build.read(path).cells if WHY.strip() in cell.source]
+    assert whys and all(cell.metadata.tags == ["solution"] for cell in whys)
+    learners = (build.NOTEBOOKS / path.name).read_text("utf-8")
+    assert WHY.strip() not in learners and not [cell.id for cell in whys if f'"{cell.id}"' in learners]

@@ -21,6 +21,10 @@ SHARE_RULE = """def share_rule(shares, low=0.2, high=0.4):
     inside = sum({inside} for share in shares) / len(shares)
     return claims.HOLDS if inside {enough} else claims.LIMITS if inside >= 0.2 else claims.FAILS"""
 
+COUNTED_RULE = """def share_rule(shares, low=0.2, high=0.4):
+    inside = sum(low <= share <= high for share in shares)
+    return claims.HOLDS if 2 * inside >= len(shares) else claims.LIMITS if 5 * inside >= len(shares) else claims.FAILS"""
+
 
 WRONG = {
     # lab 00
@@ -94,16 +98,17 @@ WRONG = {
 
 RIGHT = {
     "speedup": ["1 / (graph.wall_us / eager.wall_us)"], "idle_share": ["lambda wall, gpu: (wall - gpu) / wall"], "saving_ms": ["lambda kernels, us: us * 1e-3 * kernels"],
-    "crossing": ["[size for size, cpu, gpu in zip(products['size'], products.enqueue_us, products.gpu_us) if gpu > cpu][0]"],
+    "crossing": ["[size for size, cpu, gpu in zip(products['size'], products.enqueue_us, products.gpu_us) if gpu > cpu][0]",
+                 "products[products.gpu_us > products.enqueue_us]['size'].iloc[0]"],
     "idle": ["(lambda end: (end - eager.gpu_us.sum()) / end)((eager.start_us + eager.gpu_us).max())"], "break_even": ["lambda s, us: s / (us * 1e-6)"],
     "abc": ["(11.0, 21, 21)"], "per_node_ns": ["1000 * (replay.enqueue_us.iloc[-1] - replay.enqueue_us.iloc[1]) / (replay.nodes.iloc[-1] - replay.nodes.iloc[1])"],
-    "next_size": ["lambda count, sizes: next(s for s in sorted(sizes) if not s < count)"], "decisions": ["('Baked in', ' fails', 'baked in', 'FAILS', 'baked in')"],
-    "normalise": ["lambda t: t / torch.linalg.vector_norm(t, float('inf'))"],
+    "next_size": ["lambda count, sizes: next(s for s in sorted(sizes) if s >= count)"], "decisions": ["('Baked in', ' fails', 'baked in', 'FAILS', 'baked in')"],
+    "normalise": ["lambda t: t / torch.linalg.vector_norm(t, float('inf'))", "lambda t: t / torch.maximum(t.max(), -t.min())"],
     "own_pool_mib": ["(memory.reserved_bytes.iloc[3] - memory.reserved_bytes.iloc[2]) / 1024 / 1024"],
     "must_split": ["len([way for way in operations.instead if str(way).startswith('split')])"], "catches": ["[word.upper() for word in catches]"],
     "entries": ["(2 + 2, 1.0)"], "halved": ["float(halved)"], "depth_or_width": ["depth_or_width.title()"], "precision": ["f' {precision} '"],
     "context": ["context.upper()"], "under_a_tenth": ["float(under_a_tenth)"],
     "floor_us": ["lambda bytes, flops, read, multiply: 1e6 * bytes / read if bytes / read > flops / multiply else 1e6 * flops / multiply"],
-    "eager_us": [queue(start="launched if launched > gpu + gap else gpu + gap")], "factors": ["numpy.array(factors)"],
-    "share_rule": [SHARE_RULE.format(inside="not (share < low or share > high)", enough=">= 1 / 2")], "slower": ["float(slower)"],
+    "eager_us": [queue(start="launched if launched > gpu + gap else gpu + gap")], "factors": ["numpy.array(factors)", "numpy.divide(launch_model.predict(busy, constants), launch_model.predict(busy, constants, gpu=3))"],
+    "share_rule": [SHARE_RULE.format(inside="not (share < low or share > high)", enough=">= 1 / 2"), COUNTED_RULE], "slower": ["float(slower)"],
 }
