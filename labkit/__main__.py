@@ -1,7 +1,6 @@
 """The commands: python -m labkit doctor | lab | progress | hub | run | diagnose | decide | record | report | export | compare | build | guide."""
 
 import argparse
-import contextlib
 import difflib
 import importlib.util
 import itertools
@@ -132,7 +131,7 @@ def run(args):
             try:
                 done.append(nbformat.read(path, as_version=4))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                failures.append(f"{path.name} is no notebook ({str(error).splitlines()[0]}): restore it from git, or build it")
+                failures.append(f"{path.name} is no notebook ({machine.first_line(error)}): restore it from git, or build it")
                 continue
             try:
                 notebooks.execute(path, done[-1])
@@ -209,9 +208,8 @@ def decide(args):
 
 def above_zero(word):
     """Read a time: a number above 0, else argparse.ArgumentTypeError."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(word) < float("inf"):
-            return float(word)
+    if number := machine.above_zero(word):
+        return number
     raise argparse.ArgumentTypeError(f"a time is a number above 0, not {word!r}")
 
 

@@ -42,7 +42,7 @@ def record(names=(), commit=None, out=None):
                 raise RecordingError(f"what it gave {wrong}; it is not kept")
             paths.append(save(folder / f"{name}.json", document))
         except Exception as error:  # one broken experiment must not cost the others
-            failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+            failed[name] = machine.first_line(error)
         bar.write(f"{'FAILED  ' if name in failed else 'recorded'} {name} in {time.perf_counter() - start:.1f} s")
     if failed:
         told = "; ".join(f"{name.removeprefix('lab-')} ({why})" for name, why in failed.items())

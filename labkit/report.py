@@ -6,6 +6,9 @@ import html
 from collections import Counter
 from pathlib import Path
 
+import jinja2
+import pandas
+
 from labkit import __version__, charts, claims, experiments, launch_model, recordings, results
 
 LARGEST = 5 * 2**20  # bytes of a page
@@ -51,8 +54,6 @@ def board(documents, left_out=()):
 
 
 def _filled(template, **given):
-    import jinja2
-
     rooms = jinja2.FileSystemLoader(Path(__file__).with_name("pages"))
     environment = jinja2.Environment(loader=rooms, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     written = environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
@@ -111,8 +112,6 @@ def speedups(documents, sweep):
 
     Drawn is the size that most of them have first.
     """
-    import pandas
-
     curves = {gpu: results.first_curve(document["tables"].get(sweep, ())) for gpu, document in documents.items()}
     sizes = Counter(tuple(rows[0][key] for key in results.POINT[:5]) for rows in curves.values() if rows)
     if not sizes:
@@ -128,8 +127,6 @@ def speedups(documents, sweep):
 
 def _curve(table):
     """Return the first curve of a sweep in float16, as a table."""
-    import pandas
-
     curve = pandas.DataFrame(results.first_curve(table.to_dict("records")))
     curve.attrs = table.attrs
     return curve
@@ -160,8 +157,6 @@ def _again(table):
 
 
 def _predictions(chains, *sweeps):
-    import pandas
-
     rows = pandas.concat(sweeps, ignore_index=True)
     rows.attrs = chains.attrs
     return charts.predictions(launch_model.add_predictions(rows, launch_model.fit(chains)))

@@ -48,12 +48,17 @@ def gather(names=()):
             try:
                 tables[name] = experiments.EXPERIMENTS[name]()
             except Exception as error:  # one that fails must not cost the others
-                missing[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+                missing[name] = machine.first_line(error)
     except KeyboardInterrupt:
         missing |= dict.fromkeys((name for name in wanted if name not in tables and name not in missing), "interrupted")
     if not tables:
         raise ResultsError(f"there is nothing to show: {next(iter(missing.values()), 'no experiment was asked for')}")
     return tables, missing
+
+
+def recorded(name, gpu=None):
+    """Return the recorded table of an experiment, of the GPU in use or of another slug; see recordings.recorded."""
+    return recordings.recorded(name, experiments.EXPERIMENTS[name].source, gpu)
 
 
 def sent():

@@ -4,7 +4,7 @@ import asyncio
 
 from traitlets import Any, Bool, HasTraits, Int, Unicode
 
-from labkit import claims, experiments, recordings, results
+from labkit import claims, experiments, machine, results
 
 GUESSES = claims.VERDICTS[:4]
 FAR = {claims.HOLDS: 0, claims.LIMITS: 1, claims.FAILS: 2, claims.OUTDATED: 2}  # how far from what the article says
@@ -54,7 +54,7 @@ class ScorecardModel(HasTraits):
     def load(self):
         """Load the recordings of all that is missing, at once."""
         for name in self.wanted():
-            self._keep(name, lambda name=name: _table(name, True))
+            self._keep(name, lambda name=name: results.recorded(name))
 
     async def fill(self, recorded=False):
         """Get what is missing, one experiment after the other, until all are there or it is stopped: measured, or (recorded) loaded."""
@@ -64,7 +64,7 @@ class ScorecardModel(HasTraits):
         try:
             for number, name in enumerate(wanted, 1):
                 self.status = f"{'Loading' if recorded else 'Measuring'} {name}, {number} of {len(wanted)}."
-                done = asyncio.ensure_future(asyncio.to_thread(_table, name, recorded))
+                done = asyncio.ensure_future(asyncio.to_thread(results.recorded if recorded else _measured, name))
                 await asyncio.wait([done])
                 self._keep(name, done.result)
                 if not self._going:
@@ -79,7 +79,7 @@ class ScorecardModel(HasTraits):
             self.tables[name] = get()
             self.missing.pop(name, None)
         except Exception as error:
-            self.missing[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.missing[name] = machine.first_line(error)
         self.refresh(self.status if self.busy else "")
 
     def stop(self):
@@ -89,5 +89,5 @@ class ScorecardModel(HasTraits):
             self.status = "Stopping after this one."
 
 
-def _table(name, recorded):
-    return recordings.recorded(name, experiments.EXPERIMENTS[name].source) if recorded else experiments.EXPERIMENTS[name]()
+def _measured(name):
+    return experiments.EXPERIMENTS[name]()

@@ -7,7 +7,7 @@ from math import log2
 import pandas as pd
 from traitlets import Any, Bool, HasTraits, Int, Unicode, observe
 
-from labkit import charts, launch_model, recordings
+from labkit import charts, launch_model, machine, recordings
 from labkit.experiments import sweeps
 from labkit.experiments.sweeps import BATCHES, PRECISIONS
 from labkit.experiments.sweeps import INPUTS as CURVE
@@ -289,7 +289,7 @@ class SweepModel(HasTraits):
                 await asyncio.sleep(source.pace)
             said = f"Done: {self._progress}."
         except Exception as error:  # whatever a sweep dies of, the explorer lives on
-            said = f"Stopped after {self._progress} by an error: {_first_line(error)}"
+            said = f"Stopped after {self._progress} by an error: {machine.first_line(error)}"
         finally:  # also when the task is cancelled or the cell interrupted: the next press must find nothing running
             if self._points is mine:
                 said = self._close(said or f"Stopped after {self._progress}.")
@@ -312,7 +312,7 @@ class SweepModel(HasTraits):
         try:
             points.close()
         except Exception as error:
-            said += f" Then an error: {_first_line(error)}"
+            said += f" Then an error: {machine.first_line(error)}"
         return said
 
 
@@ -326,10 +326,6 @@ def _refuse(wishes, known):
             raise ValueError(f"{name} is one of {', '.join(sorted(known[name]))}, not {value!r}")
         if name not in known and not isinstance(value, int):
             raise ValueError(f"{name} is a whole number, not {value!r}")
-
-
-def _first_line(error):
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _nearest(value, choices):

@@ -10,7 +10,7 @@ import ipywidgets as widgets
 from IPython.display import HTML, display
 
 import labkit
-from labkit import charts, experiments, machine, recordings
+from labkit import charts, experiments, launch_model, machine, recordings, results
 from labkit.experiments import sweeps
 from labkit.explorers.sweep_model import VIEWS, Live, Recorded, SweepModel
 
@@ -40,7 +40,7 @@ def at_hand():
     found, trouble = {}, None
     if machine.mode().live:
         sweeps.get_ready()
-        found["measure here"] = Live(constants=_constants, ceilings=experiments.EXPERIMENTS["ceilings"])
+        found["measure here"] = Live(constants=lambda: launch_model.fit(experiments.launch_constants()), ceilings=experiments.ceilings)
     for slug in slugs:
         try:
             gpu, source = _source(slug)
@@ -57,22 +57,12 @@ def at_hand():
 
 def _source(slug):
     """Return the name of a recorded GPU, and its sweeps with what predictions and the roofline need, where that is recorded."""
-    tables = {model: _recorded(f"sweep_{model}", slug) for model in charts.MODELS if slug in recordings.available(f"sweep_{model}")}
+    tables = {model: results.recorded(f"sweep_{model}", slug) for model in charts.MODELS if slug in recordings.available(f"sweep_{model}")}
     gpu = next(iter(tables.values())).attrs["provenance"]["gpu"]
     if slug in recordings.available("launch_constants"):
-        from labkit import launch_model
-        constants = launch_model.fit(_recorded("launch_constants", slug))
+        constants = launch_model.fit(results.recorded("launch_constants", slug))
         tables = {model: launch_model.add_predictions(table, constants) for model, table in tables.items()}
-    return gpu, Recorded(tables, _recorded("ceilings", slug) if slug in recordings.available("ceilings") else None)
-
-
-def _recorded(name, slug):
-    return recordings.recorded(name, experiments.EXPERIMENTS[name].source, slug)
-
-
-def _constants():
-    from labkit import launch_model
-    return launch_model.fit(experiments.EXPERIMENTS["launch_constants"]())
+    return gpu, Recorded(tables, results.recorded("ceilings", slug) if slug in recordings.available("ceilings") else None)
 
 
 def view(model):
