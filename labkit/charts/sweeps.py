@@ -9,9 +9,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from labkit.charts.canvas import (DPI, FIXED, GREEN, INCHES, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require,
                                   rescale, say, scale, time)
-from labkit.experiments.sweeps import INPUTS
+from labkit.experiments.sweeps import INPUTS, TRACE
 
-TRACE = ("launch_at_us", "launch_us", "start_us", "gpu_us")
 MODELS = {"mlp": "MLP", "transformer": "Transformer encoder", "gpt2": "GPT-2 decode step", "llama": "Llama-style decode step"}
 LENGTHS = {"transformer": ", {:,} tokens", "gpt2": ", context {:,}", "llama": ", context {:,}"}
 HOWS = {"eager": "■ eager", "graph": "● graph"}
@@ -48,7 +47,8 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
     key = "filled: measured, with 95 % intervals" + "; hollow, dashed: predicted" * any(predicted)
     top.set_title(key, loc="left", fontsize=9, color=QUIET)
     said = [_first_last(done, column, words) for column, words in zip(columns, ("Eager", "Graph", "Speedup"))]
-    said += [_mark_low_overhead(top, below, done), *_mark_left_out(top, left_out)]
+    _mark_low_overhead(top, below, done)
+    said += [say_overhead(done), *_mark_left_out(top, left_out)]
     return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, top, below)).marked(at)
 
 
@@ -213,13 +213,12 @@ def say_overhead(done):
 def _mark_low_overhead(top, below, done):
     batch = first_low_overhead(done)
     if batch is None or batch == done["batch"].min() > 1:
-        return say_overhead(done)
+        return
     for axes in (top, below):
         axes.axvline(batch, color=INK, linewidth=1.3, linestyle=":")
     right = below.transData.transform((batch, 1))[0] < below.transAxes.transform((0.6, 0))[0]
     below.annotate(f"overhead under 10 % at {batch:,}", (batch, 1), (6 if right else -6, 3), fontsize=9, color=INK,
                    xycoords=("data", "axes fraction"), textcoords="offset points", ha="left" if right else "right")
-    return say_overhead(done)
 
 
 def _mark_left_out(axes, left_out):

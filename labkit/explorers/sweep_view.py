@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ipywidgets as widgets
 from IPython.display import HTML, display
+from traitlets import dlink
 
 import labkit
 from labkit import charts, experiments, launch_model, machine, recordings, results
@@ -109,18 +110,14 @@ def view(model):
             if collecting:
                 gc.enable(), gc.collect(1)
 
-    def tell(_=None):
-        said["status"].value = f'<span role="status">{escape(model.status)}</span>'
-        for name, next_press in (("measure", not model.busy), ("stop", model.busy)):  # disabled, it would lose the keyboard's focus
-            buttons[name].button_style = "primary" if next_press else ""
-
     for name, widget in made.items():
         widget.observe(lambda change, name=name: moved(change, name), names="value")
     model.observe(show, names="shown")
-    model.observe(tell, names=["status", "busy"])
+    dlink((model, "status"), (said["status"], "value"), announced)
+    next_press(model, "busy", *buttons.values())
     buttons["measure"].on_click(lambda _: start(model.measure()))
     buttons["stop"].on_click(lambda _: model.stop())
-    show(), tell()
+    show()
     made["gpu"].layout.display = None if len(model.sources) > 1 else "none"
     columns = [widgets.VBox([made[n] for n in names]) for names in (("gpu", "model", "precision", "view"),
                                                                     ("layers", "width", "length", "range", "batch"))]
@@ -144,6 +141,17 @@ def show_widget(widget, words):
     bundle = widget._repr_mimebundle_()
     data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
     display({**data, "text/plain": words}, *metadata, raw=True)
+
+
+def announced(status):
+    """Write a status as HTML that is also read aloud when it changes."""
+    return f'<span role="status">{escape(status)}</span>'
+
+
+def next_press(model, running, go, stop):
+    """Let the button stand out that is to be pressed next; the other stays enabled, as it would lose the keyboard's focus."""
+    dlink((model, running), (go, "button_style"), lambda on: "" if on else "primary")
+    dlink((model, running), (stop, "button_style"), lambda on: "primary" if on else "")
 
 
 def start(measuring):
