@@ -3,7 +3,7 @@
 import functools
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import ceil, log2
 from pathlib import Path
@@ -210,7 +210,7 @@ def points(model, batches=(1, 8, 32), *, inputs=(), layers=None, width=None, len
         found = _asked_of_a_child(trial_capture, what | {"batch": batch}, timeout_s)
         point = Point(batch, **{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
         asked = _asked_of_a_child(trial_compile, what | {"batch": batch}, timeout_s) if compiled and not point.skipped else None
-        yield point if asked is None else Point(**vars(point) | {"compiled": {"failed": asked["skipped"]} if "skipped" in asked else asked})
+        yield point if asked is None else replace(point, compiled={"failed": asked["skipped"]} if "skipped" in asked else asked)
 
 
 def kind_of(model):

@@ -5,6 +5,7 @@ An instructor cell ends in a table of the lab's sections: minutes, section, and 
 
 import functools
 import re
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +19,8 @@ PAGES = Path(__file__).with_name("pages")
 GUIDE = build.NOTEBOOKS / "solutions" / "GUIDE.md"
 README = build.NOTEBOOKS.parent / "README.md"
 IMAGES = build.NOTEBOOKS / "images"
+Section = namedtuple("Section", "minutes title route")  # of a lab, as its instructor cell lists it; route: the shortest that has it
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+?) \|$", re.M)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of a lab, as its instructor cell lists it."""
-
-    minutes: int
-    title: str
-    route: str  # the shortest that has it
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ def curve_name(row):
             f"{row['precision']}")
 
 
-def sweep(table, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
-    """Draw one curve: time per step and speedup against batch, measured and predicted; `at` marks a batch.
+def sweep(table, batches=None, title=None, dpi=DPI, inches=INCHES):
+    """Draw one curve: time per step and speedup against batch, measured and predicted.
 
     batches: what the axis shows, also where some of them are not measured yet.
     """
@@ -49,10 +49,10 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
     said = [_first_last(done, column, words) for column, words in zip(columns, ("Eager", "Graph", "Speedup"))]
     _mark_low_overhead(top, below, done)
     said += [say_overhead(done), *_mark_left_out(top, left_out)]
-    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, top, below)).marked(at)
+    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, top, below))
 
 
-def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
+def roofline(table, ceilings, batches=None, title=None, dpi=DPI, inches=INCHES):
     """Draw time per step of one curve against batch, over the time that its bytes and its FLOPs take at the ceilings."""
     _one_curve(table)
     done, left_out = measured(table)
@@ -80,7 +80,7 @@ def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI, inches
             f"{by.iloc[i]}; the graph takes {over.iloc[i]:.3g} times that, eager "
             f"{done['eager_wall_us'].iloc[i] / highest.iloc[i]:.3g} times." for i in sorted({0, len(done) - 1})]
     said += _mark_left_out(axes, left_out)
-    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, axes)).marked(at)
+    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, axes))
 
 
 def _one_curve(table):

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import closing
+from itertools import product
 from math import log2
 
 import pandas as pd
@@ -12,10 +13,10 @@ from labkit.experiments import sweeps
 from labkit.experiments.sweeps import BATCHES, PRECISIONS
 from labkit.experiments.sweeps import INPUTS as CURVE
 
-SIZES = {"mlp": ((2, 6, 12, 24, 48), (256, 512, 1024, 2048, 4096), (1,)),  # what is offered live: layers, widths, lengths
-         "transformer": ((2, 6, 12, 24), (256, 512, 1024, 2048), (16, 64, 256)),
-         "gpt2": ((6, 12, 24), (512, 768, 1024), (128, 512, 1024)), "llama": ((), (), (128, 2048))}
-LLAMAS = ((12, 768), (16, 2048), (32, 4096))
+SIZES = {"mlp": ([*product((2, 6, 12, 24, 48), (256, 512, 1024, 2048, 4096))], (1,)),  # what is offered live: (layers, width), lengths
+         "transformer": ([*product((2, 6, 12, 24), (256, 512, 1024, 2048))], (16, 64, 256)),
+         "gpt2": ([*product((6, 12, 24), (512, 768, 1024))], (128, 512, 1024)),
+         "llama": ([(12, 768), (16, 2048), (32, 4096)], (128, 2048))}
 VIEWS = ("speedup", "timeline", "roofline")
 
 
@@ -56,9 +57,8 @@ class Live:
 
     def __init__(self, points=sweeps.sweep_points, constants=None, ceilings=None):
         self.points, self.ask = points, {"constants": constants, "ceilings": ceilings}
-        self.curves = {(model, layers, width, length, precision): {} for model, (depths, widths, lengths) in SIZES.items()
-                       for layers, width in ([(d, w) for d in depths for w in widths] or LLAMAS)
-                       for length in lengths for precision in PRECISIONS}
+        self.curves = {(model, *size, length, precision): {} for model, (sizes, lengths) in SIZES.items()
+                       for size, length, precision in product(sizes, lengths, PRECISIONS)}
         self.ceilings = self.constants = None
         self.told = recordings.provenance("sweep")
 
