@@ -7,8 +7,8 @@ import pandas as pd
 from matplotlib.patches import Polygon
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from labkit.charts.canvas import (DPI, FIXED, GREEN, INCHES, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require,
-                                  rescale, say, scale, time)
+from labkit.charts.canvas import (DPI, FIXED, GREEN, INCHES, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require, say,
+                                  scale, time)
 from labkit.experiments.sweeps import INPUTS, TRACE
 
 MODELS = {"mlp": "MLP", "transformer": "Transformer encoder", "gpt2": "GPT-2 decode step", "llama": "Llama-style decode step"}
@@ -175,8 +175,7 @@ def _line(axes, done, column, colour, marker, predicted=None):
 
 def _over_batches(axes, table, batches):
     batches = np.unique(table["batch"] if batches is None else batches)
-    rescale(axes.xaxis, "log")
-    axes.set(xlim=(batches[0] / 1.25, batches[-1] * 1.25))
+    axes.set(xscale="log", xlim=(batches[0] / 1.25, batches[-1] * 1.25))
     axes.xaxis.set_major_locator(FixedLocator(batches))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
