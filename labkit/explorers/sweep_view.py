@@ -138,9 +138,7 @@ def show_widget(widget, words):
     """Display a widget, usable by keys alone, with words for pages that have none."""
     aids = {"output_type": "display_data", "data": {"application/javascript": AIDS.read_text("utf-8")}, "metadata": {}}
     widget = widgets.VBox([widget, widgets.Output(outputs=(aids,))]).add_class("labkit")
-    bundle = widget._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": words}, *metadata, raw=True)
+    display({**widget._repr_mimebundle_(), "text/plain": words}, raw=True)
 
 
 def announced(status):
