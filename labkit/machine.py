@@ -59,11 +59,6 @@ class Machine:
     transformers: str | None
     labkit: str
 
-    @property
-    def slug(self):
-        """Return the GPU's name as part of a file's name, None without a GPU."""
-        return slug(self.gpu) if self.gpu else None
-
 
 def slug(gpu):
     """Return a GPU's name as part of a file's name: "nvidia-h200"."""
