@@ -7,15 +7,12 @@ import functools
 import re
 from collections import namedtuple
 from dataclasses import dataclass
-from pathlib import Path
 
-import jinja2
 from nbconvert.filters import markdown2html
 
-from labkit import build, charts, launch_model, results
+from labkit import build, charts, launch_model, report, results
 
 ROUTES = {"90 minutes": 90, "half a day": 210, "a full day": 420, "self-study": None}  # how long it lasts, in minutes; each has all of the one before
-PAGES = Path(__file__).with_name("pages")
 GUIDE = build.NOTEBOOKS / "solutions" / "GUIDE.md"
 README = build.NOTEBOOKS.parent / "README.md"
 IMAGES = build.NOTEBOOKS / "images"
@@ -86,8 +83,7 @@ def table():
 
 def markdown():
     """Return the whole guide as Markdown."""
-    pages = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGES), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return pages.get_template("guide.md").render(labs=labs(), routes=ROUTES, plan=plan, table=table(), clock=clock) + "\n"
+    return report.TEMPLATES.get_template("guide.md").render(labs=labs(), routes=ROUTES, plan=plan, table=table(), clock=clock) + "\n"
 
 
 def clock(minutes):
@@ -97,7 +93,7 @@ def clock(minutes):
 
 def html():
     """Return the guide as one HTML page to print, a lab on each sheet."""
-    return (PAGES / "guide.html").read_text("utf-8").replace("{{ guide }}", markdown2html(markdown()))
+    return (report.PAGES / "guide.html").read_text("utf-8").replace("{{ guide }}", markdown2html(markdown()))
 
 
 def readme(text):

@@ -11,6 +11,9 @@ import pandas
 
 from labkit import __version__, charts, claims, experiments, launch_model, recordings, results
 
+PAGES = Path(__file__).with_name("pages")
+TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGES), autoescape=jinja2.select_autoescape(["html"]),
+                               undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 LARGEST = 5 * 2**20  # bytes of a page
 MARKS = {claims.HOLDS: "✓", claims.LIMITS: "≈", claims.FAILS: "✗", claims.OUTDATED: "⌛", claims.UNKNOWN: "○"}
 MACHINE = {"gpu": "GPU", "sm_count": "multiprocessors", "memory_gib": "memory (GiB)", "driver": "driver", "cuda": "CUDA",
@@ -54,9 +57,7 @@ def board(documents, left_out=()):
 
 
 def _filled(template, **given):
-    rooms = jinja2.FileSystemLoader(Path(__file__).with_name("pages"))
-    environment = jinja2.Environment(loader=rooms, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    written = environment.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
+    written = TEMPLATES.get_template(template).render(today=datetime.date.today().isoformat(), version=__version__, **given)
     if (size := len(written.encode())) > LARGEST:
         raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, and a page takes at most {LARGEST >> 20}: put less on it")
     return written

@@ -11,13 +11,12 @@ from labkit.explorers.board_model import BoardModel
 from labkit.explorers.sweep_view import announced, next_press, picture, show_widget, start
 
 
-def board(folder, own=None, watch=True):
+def board(folder, own=None):
     """Show the board of a folder, and `own` results (a document of results.collect) first; below it the same without widgets."""
     model = BoardModel(folder, own)
     show_widget(view(model), "\n".join([model.status, *model.left_out]))
     display(HTML(f"<details><summary>Without the buttons</summary>{table(model)}</details>"))
-    if watch:
-        start(model.watch())
+    start(model.watch())
     return model
 
 

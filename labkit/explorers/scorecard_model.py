@@ -1,6 +1,7 @@
 """The scorecard: guesses and tables in, verdicts, surprises and the claims still open out; it runs what is missing. No widgets."""
 
 import asyncio
+from functools import partial
 
 from traitlets import Any, Bool, HasTraits, Int, Unicode
 
@@ -54,7 +55,7 @@ class ScorecardModel(HasTraits):
     def load(self):
         """Load the recordings of all that is missing, at once."""
         for name in self.wanted():
-            self._keep(name, lambda name=name: results.recorded(name))
+            self._keep(name, partial(results.recorded, name))
 
     async def fill(self, recorded=False):
         """Get what is missing, one experiment after the other, until all are there or it is stopped: measured, or (recorded) loaded."""
@@ -64,7 +65,8 @@ class ScorecardModel(HasTraits):
         try:
             for number, name in enumerate(wanted, 1):
                 self.status = f"{'Loading' if recorded else 'Measuring'} {name}, {number} of {len(wanted)}."
-                done = asyncio.ensure_future(asyncio.to_thread(results.recorded if recorded else _measured, name))
+                get = partial(results.recorded, name) if recorded else experiments.EXPERIMENTS[name]
+                done = asyncio.ensure_future(asyncio.to_thread(get))
                 await asyncio.wait([done])
                 self._keep(name, done.result)
                 if not self._going:
@@ -87,7 +89,3 @@ class ScorecardModel(HasTraits):
         self._going = False
         if self.busy:
             self.status = "Stopping after this one."
-
-
-def _measured(name):
-    return experiments.EXPERIMENTS[name]()

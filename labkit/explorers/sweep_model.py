@@ -82,7 +82,7 @@ class Live:
         yield from self._measure_once("constants", "what a launch adds")
         for batch, row in self.curves[key].items():
             if row.get("eager_gpu_us") and self.constants:
-                self.curves[key][batch] = row | self._predicted(row)
+                self.curves[key][batch] = row | launch_model.add_predictions(pd.DataFrame([row]), self.constants).iloc[0].to_dict()
                 yield self.curves[key][batch]
         yield from self._measure_once("ceilings", "what this GPU can do at most")  # last: if they fail, predictions stay
 
@@ -93,9 +93,6 @@ class Live:
         if self.ask[name]:
             setattr(self, name, (yield from sweeps.beside(self.ask[name], f"Measuring {words}, once: let the controls rest.")))
             self.ask[name] = None
-
-    def _predicted(self, row):
-        return launch_model.add_predictions(pd.DataFrame([row]), self.constants).iloc[0].to_dict()
 
 
 class SweepModel(HasTraits):

@@ -4,14 +4,12 @@ import asyncio
 import base64
 import gc
 from html import escape
-from pathlib import Path
 
 import ipywidgets as widgets
 from IPython.display import HTML, display
 from traitlets import dlink
 
-import labkit
-from labkit import charts, experiments, launch_model, machine, recordings, results
+from labkit import charts, experiments, launch_model, machine, recordings, report, results
 from labkit.experiments import sweeps
 from labkit.explorers.sweep_model import VIEWS, Live, Recorded, SweepModel
 
@@ -19,7 +17,6 @@ LABELS = {"model": "model", "layers": "layers", "width": "width", "length": "len
           "batch": "batch", "range": "batches", "gpu": "GPU", "view": "view"}
 SHOWN = {**charts.MODELS, "speedup": "time and speedup", "timeline": "timeline of one step", "roofline": "roofline"}
 _RUNNING = set()  # asyncio keeps no task alive by itself
-AIDS = Path(labkit.__file__).parent / "pages" / "widgets.js"
 
 
 def explore(*, sources=None, still=True, **wishes):
@@ -136,7 +133,7 @@ def _options(model, name):
 
 def show_widget(widget, words):
     """Display a widget, usable by keys alone, with words for pages that have none."""
-    aids = {"output_type": "display_data", "data": {"application/javascript": AIDS.read_text("utf-8")}, "metadata": {}}
+    aids = {"output_type": "display_data", "data": {"application/javascript": (report.PAGES / "widgets.js").read_text("utf-8")}, "metadata": {}}
     widget = widgets.VBox([widget, widgets.Output(outputs=(aids,))]).add_class("labkit")
     display({**widget._repr_mimebundle_(), "text/plain": words}, raw=True)
 
