@@ -1,7 +1,6 @@
 """The commands: python -m labkit doctor | lab | progress | hub | run | diagnose | decide | record | report | export | compare | build | guide."""
 
 import argparse
-import contextlib
 import difflib
 import importlib.util
 import itertools
@@ -20,6 +19,8 @@ from labkit import build as notebooks
 from labkit import machine, recordings, results
 from labkit.hub import HubError
 from labkit.recordings import RecordingError
+
+PAGES = Path(__file__).with_name("pages")
 
 
 class Refusal(Exception):
@@ -132,7 +133,7 @@ def run(args):
             try:
                 done.append(nbformat.read(path, as_version=4))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                failures.append(f"{path.name} is no notebook ({str(error).splitlines()[0]}): restore it from git, or build it")
+                failures.append(f"{path.name} is no notebook ({machine.first_line(error)}): restore it from git, or build it")
                 continue
             try:
                 notebooks.execute(path, done[-1])
@@ -151,19 +152,11 @@ def run(args):
     return 130 if stopped else int(bool(failures))
 
 
-# nbconvert's lab template gives no picture its alternative text, and cuts long lines of code off.
-PAGE = """{% extends 'lab/index.html.j2' %}{% block html_head_css %}{{ super() }}
-<style>.jp-InputArea-editor pre { white-space: pre-wrap !important; overflow-wrap: anywhere }</style>{% endblock %}{% block data_png scoped %}
-{%- set alt = output | get_metadata('alt', 'image/png') -%}
-{{ super() | replace('<img ', '<img alt="' ~ alt | escape_html ~ '" ' if alt else '<img ', 1) }}{% endblock %}"""
-
-
 def page(cells):
     """Return the cells of notebooks as an HTML page, a text."""
-    import jinja2
     import nbformat
     from nbconvert import HTMLExporter
-    exporter = HTMLExporter(extra_loaders=[jinja2.DictLoader({"page": PAGE})], template_file="page", mathjax_url="", require_js_url="")
+    exporter = HTMLExporter(template_file=str(PAGES / "labs.html"), mathjax_url="", require_js_url="")  # which would be fetched
     whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": "CUDA Graphs Lab"})
     written = exporter.from_notebook_node(whole)[0]
     return re.sub(r'(<div class="jp-[^>]*) tabindex="0"', r"\1", written)  # else Tab stops at every cell, where nothing can be done
@@ -177,7 +170,7 @@ def slides(cells):
         if "instructor" not in cell.metadata.get("tags", ()):
             parts = re.split(r"^(?=###? )", cell.source, flags=re.M) if cell.cell_type == "markdown" else ()
             shown += [nbformat.v4.new_markdown_cell(part) for part in parts if part.strip()] or [cell]
-    return page(shown).replace("</head>", (Path(labkit.__file__).parent / "pages" / "slides.html").read_text("utf-8") + "</head>", 1)
+    return page(shown).replace("</head>", (PAGES / "slides.html").read_text("utf-8") + "</head>", 1)
 
 
 def diagnose(args):
@@ -209,9 +202,8 @@ def decide(args):
 
 def above_zero(word):
     """Read a time: a number above 0, else argparse.ArgumentTypeError."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(word) < float("inf"):
-            return float(word)
+    if number := machine.above_zero(word):
+        return number
     raise argparse.ArgumentTypeError(f"a time is a number above 0, not {word!r}")
 
 

@@ -45,10 +45,11 @@ def check():
             + [f"{path.name} has no solution notebook: delete it" for path in stray])
 
 
-def _wanted(execute=False):
-    """Yield (path, canonical text) of every solution and its learner's copy."""
+def _wanted(run=False):
+    """Yield (path, canonical text) of every solution, as it is or as it runs in RECORDED mode, and its learner's copy."""
+    given = {"LABKIT_MODE": "recorded"} if run and machine.mode().live else {}  # only beside a GPU: else banners tell the true reason
     for path in solutions():
-        notebook = execute_recorded(path) if execute else read(path)
+        notebook = execute(path, **given) if run else read(path)
         yield path, canonical(notebook)
         yield NOTEBOOKS / path.name, canonical(learner_copy(notebook, path.stem))
 
@@ -114,11 +115,6 @@ def canonical(notebook):
                     output.execution_count = cell.execution_count
     nbformat.validate(copy)
     return nbformat.writes(copy, version=nbformat.NO_CONVERT).rstrip("\n") + "\n"
-
-
-def execute_recorded(path):
-    """Return a notebook executed in RECORDED mode: forced only beside a GPU, so that banners tell the true reason."""
-    return execute(path, **({"LABKIT_MODE": "recorded"} if machine.mode().live else {}))
 
 
 def execute(path, notebook=None, **environment):

@@ -3,12 +3,12 @@
 import functools
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import ceil, log2
 from pathlib import Path
 
-from labkit import charts, machine, recordings, report
+from labkit import charts, machine, recordings, report, results
 from labkit.experiments.registry import EXPERIMENTS, in_child
 from labkit.experiments.sweeps import INPUTS, PRECISIONS
 
@@ -179,7 +179,7 @@ def answers(model, batches, *, latency_us=None, **options):
         raise ValueError(f"a target is a time above 0, not {latency_us!r}")
     found, live = (), _is_live(model)
     for point in points(model, batches, **options):
-        label = recordings.provenance("decide")["label"] if live else _sweep(model).attrs["provenance"]["label"]
+        label = recordings.provenance("decide")["label"] if live else results.recorded(f"sweep_{model}").attrs["provenance"]["label"]
         found += (point,)
         yield Decision(model, found, label, latency_us, machine.describe().memory_gib * 2**30 if live else None)
 
@@ -214,7 +214,7 @@ def points(model, batches=(1, 8, 32), *, inputs=(), layers=None, width=None, len
         found = _asked_of_a_child(trial_capture, what | {"batch": batch}, timeout_s)
         point = Point(batch, **{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
         asked = _asked_of_a_child(trial_compile, what | {"batch": batch}, timeout_s) if compiled and not point.skipped else None
-        yield point if asked is None else Point(**vars(point) | {"compiled": {"failed": asked["skipped"]} if "skipped" in asked else asked})
+        yield point if asked is None else replace(point, compiled={"failed": asked["skipped"]} if "skipped" in asked else asked)
 
 
 def kind_of(model):
@@ -232,13 +232,9 @@ def _is_live(model):
     return recordings.tables_are_live() or f"sweep_{model}" not in EXPERIMENTS
 
 
-def _sweep(model):
-    return recordings.recorded(f"sweep_{model}", EXPERIMENTS[f"sweep_{model}"].source)
-
-
 def _looked_up(model, size, precision, batches):
     """Yield the recorded points nearest to what was asked for, each named where it is another."""
-    rows, costs = _sweep(model), recordings.recorded("capture_cost", EXPERIMENTS["capture_cost"].source)
+    rows, costs = results.recorded(f"sweep_{model}"), results.recorded("capture_cost")
     wanted = dict(zip(INPUTS[1:], (*size, precision)))
 
     def far(row, names):

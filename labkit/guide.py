@@ -5,26 +5,19 @@ An instructor cell ends in a table of the lab's sections: minutes, section, and 
 
 import functools
 import re
+from collections import namedtuple
 from dataclasses import dataclass
-from pathlib import Path
 
-from labkit import build
+from nbconvert.filters import markdown2html
+
+from labkit import build, charts, launch_model, report, results
 
 ROUTES = {"90 minutes": 90, "half a day": 210, "a full day": 420, "self-study": None}  # how long it lasts, in minutes; each has all of the one before
-PAGES = Path(__file__).with_name("pages")
 GUIDE = build.NOTEBOOKS / "solutions" / "GUIDE.md"
 README = build.NOTEBOOKS.parent / "README.md"
 IMAGES = build.NOTEBOOKS / "images"
+Section = namedtuple("Section", "minutes title route")  # of a lab, as its instructor cell lists it; route: the shortest that has it
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+?) \|$", re.M)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of a lab, as its instructor cell lists it."""
-
-    minutes: int
-    title: str
-    route: str  # the shortest that has it
 
 
 @dataclass(frozen=True)
@@ -90,9 +83,7 @@ def table():
 
 def markdown():
     """Return the whole guide as Markdown."""
-    import jinja2
-    pages = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGES), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return pages.get_template("guide.md").render(labs=labs(), routes=ROUTES, plan=plan, table=table(), clock=clock) + "\n"
+    return report.TEMPLATES.get_template("guide.md").render(labs=labs(), routes=ROUTES, plan=plan, table=table(), clock=clock) + "\n"
 
 
 def clock(minutes):
@@ -102,8 +93,7 @@ def clock(minutes):
 
 def html():
     """Return the guide as one HTML page to print, a lab on each sheet."""
-    from nbconvert.filters import markdown2html
-    return (PAGES / "guide.html").read_text("utf-8").replace("{{ guide }}", markdown2html(markdown()))
+    return (report.PAGES / "guide.html").read_text("utf-8").replace("{{ guide }}", markdown2html(markdown()))
 
 
 def readme(text):
@@ -113,16 +103,11 @@ def readme(text):
 
 def pictures():
     """Draw the README's pictures from the recordings: {path: Chart}."""
-    from labkit import charts, experiments, launch_model, recordings
-
-    def recorded(experiment):
-        return recordings.recorded(experiment.__name__, experiment.source)
-
-    sweep = recorded(experiments.sweep_transformer)
+    sweep = results.recorded("sweep_transformer")
     curve = launch_model.add_predictions(sweep[(sweep.width == 512) & (sweep.precision == "float16")],
-                                         launch_model.fit(recorded(experiments.launch_constants)))
+                                         launch_model.fit(results.recorded("launch_constants")))
     curve.attrs = sweep.attrs
-    return {IMAGES / "one_step.png": charts.timeline(recorded(experiments.step_trace)), IMAGES / "explorer.png": charts.sweep(curve)}
+    return {IMAGES / "one_step.png": charts.timeline(results.recorded("step_trace")), IMAGES / "explorer.png": charts.sweep(curve)}
 
 
 def write():

@@ -59,11 +59,6 @@ class Machine:
     transformers: str | None
     labkit: str
 
-    @property
-    def slug(self):
-        """Return the GPU's name as part of a file's name, None without a GPU."""
-        return slug(self.gpu) if self.gpu else None
-
 
 def slug(gpu):
     """Return a GPU's name as part of a file's name: "nvidia-h200"."""
@@ -104,14 +99,18 @@ def wrong_settings():
     if wish.lower() not in ("", "recorded"):
         return f"LABKIT_MODE={wish} means nothing: unset it, or set it to recorded"
     try:
-        fine = not budget or 0 < float(budget) <= 1000
-    except ValueError:
-        fine = False
-    try:
         share_of_memory()
     except ValueError as error:
         return str(error)
-    return "" if fine else f"LABKIT_BUDGET={budget} is no number above 0, such as 0.2 (a fifth of the time): set it so, or unset it"
+    if budget and not above_zero(budget, most=1000):
+        return f"LABKIT_BUDGET={budget} is no number above 0, such as 0.2 (a fifth of the time): set it so, or unset it"
+    return ""
+
+
+def above_zero(word, most=sys.float_info.max):
+    """Return the number that a word is, None where it is none above 0 and up to `most`."""
+    with contextlib.suppress(ValueError):
+        return float(word) if 0 < float(word) <= most else None
 
 
 @functools.cache
@@ -125,7 +124,7 @@ def mode():
         import torch
     except ImportError as error:
         if version("torch"):
-            return Mode(False, f"torch does not import: {_first_line(error)}", _REINSTALL, broken=True)
+            return Mode(False, f"torch does not import: {first_line(error)}", _REINSTALL, broken=True)
         return Mode(False, "an NVIDIA driver is here, but torch is not installed", "pip install torch")
     build, cuda = f"torch {torch.__version__}", torch.version.cuda
     if not cuda:
@@ -144,7 +143,7 @@ def mode():
             return Mode(False, f"driver {_nvml_get('nvmlSystemGetDriverVersion')} supports CUDA {most // 1000}."
                         f"{most % 1000 // 10}, too old for {build} (CUDA {cuda})",
                         f"Update the NVIDIA driver, or install a torch built for CUDA {most // 1000}.", broken=True)
-        return Mode(False, f"CUDA does not start: {_first_line(error)}",
+        return Mode(False, f"CUDA does not start: {first_line(error)}",
                     "See that nvidia-smi works; after an update of the driver, restart the machine.", broken=True)
     if not _built_for(capability, known := torch.cuda.get_arch_list()):
         return Mode(False, f"{build} was not built for {name} (compute capability {capability[0]}.{capability[1]})",
@@ -152,7 +151,8 @@ def mode():
     return Mode(True, f"{name}, driver {_nvml_get('nvmlSystemGetDriverVersion')}, {build}")
 
 
-def _first_line(error):
+def first_line(error):
+    """Return the first line of what an error says, its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -195,9 +195,8 @@ def share_of_memory():
     Raises ValueError unless it is above 0 and at most 1.
     """
     said = os.environ.get("LABKIT_GPU_SHARE", "1")
-    with contextlib.suppress(ValueError):
-        if 0 < float(said) <= 1:
-            return float(said)
+    if share := above_zero(said, most=1):
+        return share
     raise ValueError(f"LABKIT_GPU_SHARE is {said!r}: give a share of the GPU's memory, above 0 and at most 1, as in 0.2")
 
 
@@ -353,7 +352,7 @@ def _check_kernel():
         from jupyter_client.kernelspec import KernelSpecManager
         program = KernelSpecManager().get_kernel_spec("python3").argv[0]
     except Exception as error:  # not installed, no such kernel, or an unreadable kernel.json
-        return Check("Jupyter kernel", "warning", _first_line(error), f"{sys.executable} -m pip install ipykernel")
+        return Check("Jupyter kernel", "warning", first_line(error), f"{sys.executable} -m pip install ipykernel")
     elsewhere = os.path.isabs(program) and Path(program).parent != Path(sys.executable).parent
     return _judged("Jupyter kernel", f"notebooks run in {program if elsewhere else sys.executable}",
                    elsewhere and f"That is not {sys.executable}: jupyter kernelspec remove python3")

@@ -98,9 +98,8 @@ def isolated(line, cell):
 
 
 def _seconds(word):
-    with contextlib.suppress(ValueError):
-        if float(word) > 0:
-            return float(word)
+    if seconds := machine.above_zero(word):
+        return seconds
     raise argparse.ArgumentTypeError(f"wants seconds above 0, not {word!r}")
 
 

@@ -31,7 +31,7 @@ def record(names=(), commit=None, out=None):
     about = {"schema": recordings.SCHEMA, "command": " ".join(["python -m labkit record", *names]),
              "commit": _commit(commit), "recorded_at": datetime.date.today().isoformat(),
              "machine": asdict(machine.describe()), "method": dict(timing.METHOD), "params": {}}
-    folder = Path(out or recordings.FOLDER) / machine.describe().slug
+    folder = Path(out or recordings.FOLDER) / machine.slug(about["machine"]["gpu"])
     paths, failed = [], {}
     for name, job in (bar := tqdm(jobs.items(), unit="recording")):
         bar.set_description(name)
@@ -42,7 +42,7 @@ def record(names=(), commit=None, out=None):
                 raise RecordingError(f"what it gave {wrong}; it is not kept")
             paths.append(save(folder / f"{name}.json", document))
         except Exception as error:  # one broken experiment must not cost the others
-            failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+            failed[name] = machine.first_line(error)
         bar.write(f"{'FAILED  ' if name in failed else 'recorded'} {name} in {time.perf_counter() - start:.1f} s")
     if failed:
         told = "; ".join(f"{name.removeprefix('lab-')} ({why})" for name, why in failed.items())
@@ -84,7 +84,7 @@ def _experiment(fn):
 
 def _lab(path):
     """Run a solution notebook live, on tables that are recorded where they are; return what its recorded cells put out."""
-    slug = machine.describe().slug
+    slug = machine.slug(machine.describe().gpu)
     given = {"LABKIT_TABLES": "recorded", "LABKIT_RECORDING": slug} if slug in recordings.available() else {}
     ran = [cell for cell in build.execute(path, **given).cells
            if cell.cell_type == "code" and recordings.is_recorded(cell.source)]

@@ -131,7 +131,7 @@ def _readable(pattern):
 @functools.lru_cache(maxsize=64)
 def _read(path, _changed_at):
     try:
-        document = json.loads(path.read_text("utf-8"), parse_constant=_no_number)
+        document = json.loads(path.read_text("utf-8"), parse_constant=no_number)
         wrong = what_is_wrong(document)
     except (OSError, ValueError, RecursionError) as error:
         wrong = f"cannot be read ({error})"
@@ -142,8 +142,9 @@ def _read(path, _changed_at):
     return document
 
 
-def _no_number(word):
-    raise ValueError(f"{word} is no number that a recording may hold")
+def no_number(word):
+    """Refuse NaN and Infinity, which JSON does not know: for json.loads(parse_constant=...); always raises ValueError."""
+    raise ValueError(f"{word} is no number that may stand there")
 
 
 def what_is_wrong(document):

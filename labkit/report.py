@@ -6,8 +6,14 @@ import html
 from collections import Counter
 from pathlib import Path
 
+import jinja2
+import pandas
+
 from labkit import __version__, charts, claims, experiments, launch_model, recordings, results
 
+PAGES = Path(__file__).with_name("pages")
+TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGES), autoescape=jinja2.select_autoescape(["html"]),
+                               undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 LARGEST = 5 * 2**20  # bytes of a page
 MARKS = {claims.HOLDS: "✓", claims.LIMITS: "≈", claims.FAILS: "✗", claims.OUTDATED: "⌛", claims.UNKNOWN: "○"}
 MACHINE = {"gpu": "GPU", "sm_count": "multiprocessors", "memory_gib": "memory (GiB)", "driver": "driver", "cuda": "CUDA",
@@ -51,13 +57,9 @@ def board(documents, left_out=()):
 
 
 def _filled(template, **given):
-    import jinja2
-
-    rooms = jinja2.FileSystemLoader(Path(__file__).with_name("pages"))
-    environment = jinja2.Environment(loader=rooms, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     notebooks = Path(__file__).parents[1] / "notebooks"
     labs = {path.name[:2]: f"notebooks/{path.name}" for path in notebooks.glob("[0-9]*.ipynb")}
-    written = environment.get_template(template).render(labs=labs, today=datetime.date.today().isoformat(), version=__version__, **given)
+    written = TEMPLATES.get_template(template).render(labs=labs, today=datetime.date.today().isoformat(), version=__version__, **given)
     if (size := len(written.encode())) > LARGEST:
         raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, and a page takes at most {LARGEST >> 20}: put less on it")
     return written
@@ -113,8 +115,6 @@ def speedups(documents, sweep):
 
     Drawn is the size that most of them have first.
     """
-    import pandas
-
     curves = {gpu: results.first_curve(document["tables"].get(sweep, ())) for gpu, document in documents.items()}
     sizes = Counter(tuple(rows[0][key] for key in results.POINT[:5]) for rows in curves.values() if rows)
     if not sizes:
@@ -130,8 +130,6 @@ def speedups(documents, sweep):
 
 def _curve(table):
     """Return the first curve of a sweep in float16, as a table."""
-    import pandas
-
     curve = pandas.DataFrame(results.first_curve(table.to_dict("records")))
     curve.attrs = table.attrs
     return curve
@@ -162,8 +160,6 @@ def _again(table):
 
 
 def _predictions(chains, *sweeps):
-    import pandas
-
     rows = pandas.concat(sweeps, ignore_index=True)
     rows.attrs = chains.attrs
     return charts.predictions(launch_model.add_predictions(rows, launch_model.fit(chains)))

@@ -48,12 +48,17 @@ def gather(names=()):
             try:
                 tables[name] = experiments.EXPERIMENTS[name]()
             except Exception as error:  # one that fails must not cost the others
-                missing[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+                missing[name] = machine.first_line(error)
     except KeyboardInterrupt:
         missing |= dict.fromkeys((name for name in wanted if name not in tables and name not in missing), "interrupted")
     if not tables:
         raise ResultsError(f"there is nothing to show: {next(iter(missing.values()), 'no experiment was asked for')}")
     return tables, missing
+
+
+def recorded(name, gpu=None):
+    """Return the recorded table of an experiment, of the GPU in use or of another slug; see recordings.recorded."""
+    return recordings.recorded(name, experiments.EXPERIMENTS[name].source, gpu)
 
 
 def sent():
@@ -118,12 +123,11 @@ def read(path):
     """Return the results in a file; ResultsError says what is wrong with it, whoever made it."""
     path = Path(path)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            wrong = "it is no file"
-        else:
+        wrong = "it is no file"
+        if stat.S_ISREG(path.stat().st_mode):
             with path.open("rb") as file:
                 content = file.read(LARGEST + 1)
-            document = json.loads(content.decode("utf-8-sig"), parse_constant=_no_number) if len(content) <= LARGEST else None
+            document = json.loads(content.decode("utf-8-sig"), parse_constant=recordings.no_number) if len(content) <= LARGEST else None
             wrong = _what_is_wrong(document) if len(content) <= LARGEST else "it is larger than 2 MiB, and results are not"
     except (OSError, ValueError, RecursionError) as error:
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -161,10 +165,6 @@ def read_all(paths, read=read):
         more = (f"{name}, {number}" for number in itertools.count(2))
         named[name if name not in named else next(one for one in more if one not in named)] = document
     return named, reasons
-
-
-def _no_number(word):
-    raise ValueError(f"{word} is no number that results may hold")
 
 
 def _plain(text):

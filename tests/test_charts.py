@@ -2,7 +2,6 @@
 
 import base64
 import io
-import types
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,7 @@ GPT2 = batch_sweep("gpt2", memory=10**8)
 CURVE = GPT2[(GPT2["length"] == 128) & (GPT2["precision"] == "float16")]
 MLP = batch_sweep("mlp")
 DRAWN = {
-    "sweep": lambda: charts.sweep(CURVE, at=4),
+    "sweep": lambda: charts.sweep(CURVE).marked(4),
     "roofline": lambda: charts.roofline(CURVE[CURVE["skipped"] == ""], ceilings()),
     "predictions": lambda: charts.predictions(MLP),
     "compare": lambda: charts.compare(pair()),
@@ -251,7 +250,7 @@ def test_a_roofline_names_the_higher_floor_and_needs_the_ceilings_of_its_precisi
 @pytest.fixture
 def unfinished(monkeypatch):
     """Let a sweep's chart end before it is emptied: call it through this, which returns the figure and the sentences."""
-    monkeypatch.setattr(sweeps, "finish", lambda figure, table, title, said, *_: types.SimpleNamespace(marked=lambda at: (figure, said)))
+    monkeypatch.setattr(sweeps, "finish", lambda figure, table, title, said, *_: (figure, said))
     monkeypatch.setattr(canvas, "_KEPT", {})
 
 
@@ -292,9 +291,9 @@ def test_predictions_say_medians_and_where_they_are_worst():
 
 
 def test_a_figure_used_again_shows_nothing_of_the_chart_before():
-    first = charts.sweep(CURVE, at=4).png
+    first = charts.sweep(CURVE).png
     charts.sweep(MLP[:10], title="another"), charts.timeline(step())
-    assert charts.sweep(CURVE, at=4).png == first
+    assert charts.sweep(CURVE).png == first
 
 
 def test_many_mebibytes_are_written_out():

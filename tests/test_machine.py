@@ -112,7 +112,7 @@ def test_the_description_has_versions_and_nothing_private(fresh_machine):
     import socket
     fresh_machine.setattr(machine, "mode", lambda: machine.Mode(False, "pretended"))
     here = machine.describe()
-    assert here.gpu is None and here.slug is None
+    assert here.gpu is None
     assert here.cores >= 1 and here.python.startswith(f"{sys.version_info[0]}.{sys.version_info[1]}")
     told = json.dumps(vars(here))
     assert socket.gethostname() not in told and str(Path.home()) not in told
@@ -122,7 +122,7 @@ def test_the_description_has_versions_and_nothing_private(fresh_machine):
 def test_the_slug_is_a_plain_folder_name(fresh_machine):
     fresh_machine.setattr(machine, "mode", lambda: machine.Mode(True, ""))
     fresh_machine.setattr(machine, "_describe_gpu", lambda: {"gpu": "NVIDIA GeForce RTX 4090 (Laptop)"})
-    assert machine.describe().slug == "nvidia-geforce-rtx-4090-laptop"
+    assert machine.slug(machine.describe().gpu) == "nvidia-geforce-rtx-4090-laptop"
 
 
 def test_only_strangers_count_as_other_processes(fresh_machine):

@@ -389,7 +389,7 @@ def test_a_moved_control_is_answered_at_once():
 
 def test_a_batch_is_marked_on_the_picture_as_if_drawn_with_it():
     model = SweepModel(sources())
-    plain, one = charts.sweep(model.table), charts.sweep(model.table, at=4)
+    plain, one = charts.sweep(model.table), charts.sweep(model.table).marked(4)
     assert one.png == plain.marked(4).png and plain.marked(3) is plain
     before, after = (np.asarray(Image.open(io.BytesIO(chart.png)).convert("L")) for chart in (plain, one))
     changed = (before != after).any(axis=0).nonzero()[0]

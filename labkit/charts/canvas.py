@@ -234,29 +234,15 @@ def binary_ticks(axis, most):
     axis.set_major_locator(FixedLocator(MaxNLocator(5).tick_values(0, most / 2**20) * 2**20))
 
 
-class Inside(LogLocator):
-    """Ticks at round numbers, none of them outside the view: each tick made takes a millisecond, also if nobody sees it."""
-
-    def __call__(self):
-        low, high = sorted(self.axis.get_view_interval())
-        return [tick for tick in super().__call__() if low * 0.999999 <= tick <= high * 1.000001]
-
-
-def rescale(axis, name):
-    """Make an axis log or linear; nothing is done where it is already, as that takes long."""
-    if axis.get_scale() != name:
-        axis.axes.set(**{f"{axis.axis_name}scale": name})
-
-
 def scale(axis, log, column, values):
     """Give an axis its scale and tick labels with units; ticks stand at the measured points where those are few."""
     points = places = np.unique(values)
     log = log and points[0] > 0
-    rescale(axis, "log" if log else "linear")
+    axis.axes.set(**{f"{axis.axis_name}scale": "log" if log else "linear"})
     if log:
         places, decades = np.log(points), np.log10(points[-1] / points[0])
         subs = (1,) if decades > 2.5 else (1, 2, 5) if decades > 0.9 else (1, 1.5, 2, 3, 5, 7)
-        axis.set_major_locator(Inside(subs=subs, numticks=12))
+        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
         axis.set_minor_locator(NullLocator())
     elif column.endswith("bytes"):
         binary_ticks(axis, points[-1])

@@ -7,11 +7,10 @@ import pandas as pd
 from matplotlib.patches import Polygon
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from labkit.charts.canvas import (DPI, FIXED, GREEN, INCHES, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require,
-                                  rescale, say, scale, time)
-from labkit.experiments.sweeps import INPUTS
+from labkit.charts.canvas import (DPI, FIXED, GREEN, INCHES, INK, PALE, PURPLE, QUIET, blank, finish, label_ends, require, say,
+                                  scale, time)
+from labkit.experiments.sweeps import INPUTS, TRACE
 
-TRACE = ("launch_at_us", "launch_us", "start_us", "gpu_us")
 MODELS = {"mlp": "MLP", "transformer": "Transformer encoder", "gpt2": "GPT-2 decode step", "llama": "Llama-style decode step"}
 LENGTHS = {"transformer": ", {:,} tokens", "gpt2": ", context {:,}", "llama": ", context {:,}"}
 HOWS = {"eager": "■ eager", "graph": "● graph"}
@@ -25,8 +24,8 @@ def curve_name(row):
             f"{row['precision']}")
 
 
-def sweep(table, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
-    """Draw one curve: time per step and speedup against batch, measured and predicted; `at` marks a batch.
+def sweep(table, batches=None, title=None, dpi=DPI, inches=INCHES):
+    """Draw one curve: time per step and speedup against batch, measured and predicted.
 
     batches: what the axis shows, also where some of them are not measured yet.
     """
@@ -48,11 +47,12 @@ def sweep(table, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
     key = "filled: measured, with 95 % intervals" + "; hollow, dashed: predicted" * any(predicted)
     top.set_title(key, loc="left", fontsize=9, color=QUIET)
     said = [_first_last(done, column, words) for column, words in zip(columns, ("Eager", "Graph", "Speedup"))]
-    said += [_mark_low_overhead(top, below, done), *_mark_left_out(top, left_out)]
-    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, top, below)).marked(at)
+    _mark_low_overhead(top, below, done)
+    said += [say_overhead(done), *_mark_left_out(top, left_out)]
+    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, top, below))
 
 
-def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI, inches=INCHES):
+def roofline(table, ceilings, batches=None, title=None, dpi=DPI, inches=INCHES):
     """Draw time per step of one curve against batch, over the time that its bytes and its FLOPs take at the ceilings."""
     _one_curve(table)
     done, left_out = measured(table)
@@ -80,7 +80,7 @@ def roofline(table, ceilings, at=None, batches=None, title=None, dpi=DPI, inches
             f"{by.iloc[i]}; the graph takes {over.iloc[i]:.3g} times that, eager "
             f"{done['eager_wall_us'].iloc[i] / highest.iloc[i]:.3g} times." for i in sorted({0, len(done) - 1})]
     said += _mark_left_out(axes, left_out)
-    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, axes)).marked(at)
+    return finish(figure, table, title or curve_name(table.iloc[0]), said, _places(table, batches, axes))
 
 
 def _one_curve(table):
@@ -175,8 +175,7 @@ def _line(axes, done, column, colour, marker, predicted=None):
 
 def _over_batches(axes, table, batches):
     batches = np.unique(table["batch"] if batches is None else batches)
-    rescale(axes.xaxis, "log")
-    axes.set(xlim=(batches[0] / 1.25, batches[-1] * 1.25))
+    axes.set(xscale="log", xlim=(batches[0] / 1.25, batches[-1] * 1.25))
     axes.xaxis.set_major_locator(FixedLocator(batches))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
@@ -213,13 +212,12 @@ def say_overhead(done):
 def _mark_low_overhead(top, below, done):
     batch = first_low_overhead(done)
     if batch is None or batch == done["batch"].min() > 1:
-        return say_overhead(done)
+        return
     for axes in (top, below):
         axes.axvline(batch, color=INK, linewidth=1.3, linestyle=":")
     right = below.transData.transform((batch, 1))[0] < below.transAxes.transform((0.6, 0))[0]
     below.annotate(f"overhead under 10 % at {batch:,}", (batch, 1), (6 if right else -6, 3), fontsize=9, color=INK,
                    xycoords=("data", "axes fraction"), textcoords="offset points", ha="left" if right else "right")
-    return say_overhead(done)
 
 
 def _mark_left_out(axes, left_out):

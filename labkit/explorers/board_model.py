@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import os
 import shlex
 from pathlib import Path
 
@@ -30,11 +29,25 @@ class BoardModel(HasTraits):
 
     def poll(self):
         """Look at names, sizes and times of the folder's files, read them again if any is other than before, and say if so."""
-        seen = self._look()
-        if seen == self._seen:
-            return False
-        self._seen = seen
-        found, self.left_out = results.read_all([self.folder] if seen else [], lambda path: self._read(path, seen.get(path.name)))
+        if changed := (seen := self._look()) != self._seen:
+            self._take(seen, *self._gather(seen))
+        return changed
+
+    def _look(self):
+        """Return {name: (bytes, time of the last change)} of the files that would be read; {} where there is no folder."""
+        found = {}
+        for path in self.folder.glob("*.json"):
+            found[path.name] = None
+            with contextlib.suppress(OSError):  # a link that leads nowhere, or a file that goes just now
+                found[path.name] = path.stat().st_size, path.stat().st_mtime_ns
+        return found
+
+    def _gather(self, seen):
+        return results.read_all([self.folder] if seen else [], lambda path: self._read(path, seen.get(path.name)))
+
+    def _take(self, seen, found, left_out):
+        """Put what was read in place of what was there."""
+        self._seen, self.left_out = seen, left_out
         mine = {} if self.own is None or self.own in found.values() else {f"{self.own['machine']['gpu']}, as in this lab": self.own}
         self.documents = mine | found
         self.table = results.side_by_side(self.documents)
@@ -42,15 +55,6 @@ class BoardModel(HasTraits):
         self.status = (f"{len(found)} in {self.folder.name}, {len(self.left_out)} left out." if seen else
                        f"Nothing in {self.folder.name} yet. To add a GPU: python -m labkit export --out {shlex.quote(str(self.folder / 'NAME.json'))}")
         self.shown += 1
-        return True
-
-    def _look(self):
-        """Return {name: (bytes, time of the last change)} of the files that would be read; {} where there is no folder."""
-        try:
-            names = [name for name in os.listdir(self.folder) if name.endswith(".json")]
-        except OSError:  # none yet
-            return {}
-        return {name: _size_and_time(self.folder / name) for name in names}
 
     @observe("sweep")
     def _other_sweep(self, _change):
@@ -67,26 +71,11 @@ class BoardModel(HasTraits):
         while self._task is mine:
             try:
                 if (seen := self._look()) != self._seen:
-                    await asyncio.to_thread(self._read_ahead, seen)
-                self.poll()
+                    self._take(seen, *await asyncio.to_thread(self._gather, seen))  # many files would hold up all else in the notebook
             except Exception as error:  # a board on a wall must not die of one file
                 self._seen, self.status = ..., f"This look at the folder failed: {type(error).__name__}: {error}"
             await asyncio.sleep(every_s)
 
-    def _read_ahead(self, seen):
-        """Read files in a thread, so that poll() finds them read: many at once would hold up all else in the notebook."""
-        for name, size_and_time in seen.items():
-            with contextlib.suppress(Exception):  # poll() will say what is wrong with it
-                self._read(self.folder / name, size_and_time)
-
     def stop(self):
         """End the watching."""
         self.running, self._task = False, None
-
-
-def _size_and_time(path):
-    try:
-        seen = path.stat()
-    except OSError:  # a link that leads nowhere, or a file that goes just now
-        return None
-    return seen.st_size, seen.st_mtime_ns

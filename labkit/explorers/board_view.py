@@ -4,25 +4,25 @@ from html import escape
 
 import ipywidgets as widgets
 from IPython.display import HTML, display
+from traitlets import dlink, link
 
 from labkit import charts, report
 from labkit.explorers.board_model import BoardModel
-from labkit.explorers.sweep_view import picture, show_widget, start
+from labkit.explorers.sweep_view import announced, next_press, picture, show_widget, start
 
 
-def board(folder, own=None, watch=True):
+def board(folder, own=None):
     """Show the board of a folder, and `own` results (a document of results.collect) first; below it the same without widgets."""
     model = BoardModel(folder, own)
     show_widget(view(model), "\n".join([model.status, *model.left_out]))
     display(HTML(f"<details><summary>Without the buttons</summary>{table(model)}</details>"))
-    if watch:
-        start(model.watch())
+    start(model.watch())
     return model
 
 
 def view(model):
     """Make the widgets of a model; each carries a CSS class labkit-board-<name>."""
-    sweep = widgets.Dropdown(options=[(words, f"sweep_{kind}") for kind, words in charts.MODELS.items()], value=model.sweep, description="chart")
+    sweep = widgets.Dropdown(options=[(words, f"sweep_{kind}") for kind, words in charts.MODELS.items()], description="chart")
     buttons = {name: widgets.Button(description=name.capitalize(), tooltip=words) for name, words in (
         ("watch", "look at the folder every second"), ("stop", "leave the board as it is"))}
     said = {name: widgets.HTML() for name in ("status", "table", "chart")}
@@ -32,16 +32,13 @@ def view(model):
     def show(_=None):
         said["table"].value, said["chart"].value = table(model), picture(model.chart())
 
-    def tell(_=None):
-        said["status"].value = f'<span role="status">{escape(model.status)}</span>'
-        buttons["watch"].button_style, buttons["stop"].button_style = ("", "primary")[::1 if model.running else -1]
-
-    sweep.observe(lambda change: setattr(model, "sweep", change["new"]), names="value")
+    link((model, "sweep"), (sweep, "value"))
     model.observe(show, names="shown")
-    model.observe(tell, names=["status", "running"])
+    dlink((model, "status"), (said["status"], "value"), announced)
+    next_press(model, "running", *buttons.values())
     buttons["watch"].on_click(lambda _: model.running or start(model.watch()))
     buttons["stop"].on_click(lambda _: model.stop())
-    show(), tell()
+    show()
     return widgets.VBox([widgets.HBox([*buttons.values(), said["status"]]), said["table"], sweep, said["chart"]])
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 from traitlets import Any, Bool, Float, HasTraits, Tuple, Unicode
 
-from labkit import decide
+from labkit import decide, machine
 
 
 class DecideModel(HasTraits):
@@ -25,7 +25,7 @@ class DecideModel(HasTraits):
                 self.decision, self.status = grown, f"{len(grown.points)} of {len(batches)} batches."
             self.status = f"Done: {self.status}"
         except Exception as error:  # said, whatever it is: the page lives on
-            self.status = f"No answer: {str(error).partition(chr(10))[0] or type(error).__name__}"
+            self.status = f"No answer: {machine.first_line(error)}"
         finally:
             self.busy = False
 

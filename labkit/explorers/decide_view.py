@@ -1,14 +1,12 @@
 """The decision page's widgets: a field for the model, its batches and a target, Decide and Stop, and the answer below."""
 
-from html import escape
-
 import ipywidgets as widgets
+from traitlets import dlink, link
 
 from labkit import decide
+from labkit.experiments.sweeps import BATCHES
 from labkit.explorers.decide_model import DecideModel
-from labkit.explorers.sweep_view import show_widget, start
-
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+from labkit.explorers.sweep_view import announced, show_widget, start
 
 
 def page(**wishes):
@@ -19,25 +17,20 @@ def page(**wishes):
 def view(model):
     """Make the widgets of a model; each carries a CSS class labkit-decide-<name>."""
     style, wide = {"description_width": "8em"}, {"width": "40em"}
-    made = {"model": widgets.Combobox(options=[*decide.SIZES], value=model.model, description="model", style=style, layout=wide,
+    made = {"model": widgets.Combobox(options=[*decide.SIZES], description="model", style=style, layout=wide,
                                       placeholder="one of ours, a folder with config.json, or module:callable"),
-            "inputs": widgets.Text(value=model.inputs, description="its inputs", style=style, layout=wide,
+            "inputs": widgets.Text(description="its inputs", style=style, layout=wide,
                                    placeholder="of module:callable only: Bx128:float16, B for the batch"),
-            "batches": widgets.SelectMultiple(options=BATCHES, value=model.batches, rows=5, description="batches", tooltip="several: Shift or Ctrl", style=style),
-            "target_ms": widgets.FloatText(value=model.target_ms, description="target, in ms", tooltip="0: none", style=style, layout={"width": "16em"})}
+            "batches": widgets.SelectMultiple(options=BATCHES, rows=5, description="batches", tooltip="several: Shift or Ctrl", style=style),
+            "target_ms": widgets.FloatText(description="target, in ms", tooltip="0: none", style=style, layout={"width": "16em"})}
     buttons = {"decide": widgets.Button(description="Decide", button_style="primary"), "stop": widgets.Button(description="Stop")}
     said = {"status": widgets.HTML(), "answer": widgets.HTML()}
     for name, widget in {**made, **buttons, **said}.items():
         widget.add_class(f"labkit-decide-{name.removesuffix('_ms')}")
     for name, widget in made.items():
-        widget.observe(lambda change, name=name: setattr(model, name, change["new"]), names="value")
-
-    def tell(_=None):
-        said["status"].value = f'<span role="status">{escape(model.status)}</span>'
-        said["answer"].value = model.decision._repr_html_() if model.decision else ""
-
-    model.observe(tell, names=["status", "decision"])
+        link((model, name), (widget, "value"))
+    dlink((model, "status"), (said["status"], "value"), announced)
+    dlink((model, "decision"), (said["answer"], "value"), lambda decision: decision._repr_html_() if decision else "")
     buttons["decide"].on_click(lambda _: start(model.answer()))
     buttons["stop"].on_click(lambda _: model.stop())
-    tell()
     return widgets.VBox([*made.values(), widgets.HBox([*buttons.values(), said["status"]]), said["answer"]])

@@ -1,10 +1,11 @@
 """The scorecard: guesses and tables in, verdicts, surprises and the claims still open out; it runs what is missing. No widgets."""
 
 import asyncio
+from functools import partial
 
 from traitlets import Any, Bool, HasTraits, Int, Unicode
 
-from labkit import claims, experiments, recordings, results
+from labkit import claims, experiments, machine, results
 
 GUESSES = claims.VERDICTS[:4]
 FAR = {claims.HOLDS: 0, claims.LIMITS: 1, claims.FAILS: 2, claims.OUTDATED: 2}  # how far from what the article says
@@ -54,7 +55,7 @@ class ScorecardModel(HasTraits):
     def load(self):
         """Load the recordings of all that is missing, at once."""
         for name in self.wanted():
-            self._keep(name, lambda name=name: _table(name, True))
+            self._keep(name, partial(results.recorded, name))
 
     async def fill(self, recorded=False):
         """Get what is missing, one experiment after the other, until all are there or it is stopped: measured, or (recorded) loaded."""
@@ -64,7 +65,8 @@ class ScorecardModel(HasTraits):
         try:
             for number, name in enumerate(wanted, 1):
                 self.status = f"{'Loading' if recorded else 'Measuring'} {name}, {number} of {len(wanted)}."
-                done = asyncio.ensure_future(asyncio.to_thread(_table, name, recorded))
+                get = partial(results.recorded, name) if recorded else experiments.EXPERIMENTS[name]
+                done = asyncio.ensure_future(asyncio.to_thread(get))
                 await asyncio.wait([done])
                 self._keep(name, done.result)
                 if not self._going:
@@ -79,7 +81,7 @@ class ScorecardModel(HasTraits):
             self.tables[name] = get()
             self.missing.pop(name, None)
         except Exception as error:
-            self.missing[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.missing[name] = machine.first_line(error)
         self.refresh(self.status if self.busy else "")
 
     def stop(self):
@@ -87,7 +89,3 @@ class ScorecardModel(HasTraits):
         self._going = False
         if self.busy:
             self.status = "Stopping after this one."
-
-
-def _table(name, recorded):
-    return recordings.recorded(name, experiments.EXPERIMENTS[name].source) if recorded else experiments.EXPERIMENTS[name]()

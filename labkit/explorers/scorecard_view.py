@@ -5,10 +5,11 @@ from pathlib import Path
 
 import ipywidgets as widgets
 from IPython.display import HTML, display
+from traitlets import dlink
 
 from labkit import claims, machine, report
 from labkit.explorers.scorecard_model import GUESSES
-from labkit.explorers.sweep_view import show_widget, start
+from labkit.explorers.sweep_view import announced, show_widget, start
 
 LEFT = 'style="text-align:left;vertical-align:top"'
 
@@ -43,15 +44,12 @@ def scorecard(model):
     def show(_=None):
         said["table"].value = table(model)
 
-    def tell(_=None):
-        said["status"].value = f'<span role="status">{escape(model.status)}</span>'
-
     model.observe(show, names="shown")
-    model.observe(tell, names="status")
+    dlink((model, "status"), (said["status"], "value"), announced)
     buttons["measure"].on_click(lambda _: start(model.fill()))
     buttons["load"].on_click(lambda _: start(model.fill(recorded=True)))
     buttons["stop"].on_click(lambda _: model.stop())
-    show(), tell()
+    show()
     live = machine.mode().live
     show_widget(widgets.VBox([widgets.HBox([*buttons.values()] if live else []), said["status"], said["table"]]), "The scorecard:")
     if not live:

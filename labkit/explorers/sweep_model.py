@@ -2,20 +2,21 @@
 
 import asyncio
 from contextlib import closing
+from itertools import product
 from math import log2
 
 import pandas as pd
 from traitlets import Any, Bool, HasTraits, Int, Unicode, observe
 
-from labkit import charts, launch_model, recordings
+from labkit import charts, launch_model, machine, recordings
 from labkit.experiments import sweeps
 from labkit.experiments.sweeps import BATCHES, PRECISIONS
 from labkit.experiments.sweeps import INPUTS as CURVE
 
-SIZES = {"mlp": ((2, 6, 12, 24, 48), (256, 512, 1024, 2048, 4096), (1,)),  # what is offered live: layers, widths, lengths
-         "transformer": ((2, 6, 12, 24), (256, 512, 1024, 2048), (16, 64, 256)),
-         "gpt2": ((6, 12, 24), (512, 768, 1024), (128, 512, 1024)), "llama": ((), (), (128, 2048))}
-LLAMAS = ((12, 768), (16, 2048), (32, 4096))
+SIZES = {"mlp": ([*product((2, 6, 12, 24, 48), (256, 512, 1024, 2048, 4096))], (1,)),  # what is offered live: (layers, width), lengths
+         "transformer": ([*product((2, 6, 12, 24), (256, 512, 1024, 2048))], (16, 64, 256)),
+         "gpt2": ([*product((6, 12, 24), (512, 768, 1024))], (128, 512, 1024)),
+         "llama": ([(12, 768), (16, 2048), (32, 4096)], (128, 2048))}
 VIEWS = ("speedup", "timeline", "roofline")
 
 
@@ -56,9 +57,8 @@ class Live:
 
     def __init__(self, points=sweeps.sweep_points, constants=None, ceilings=None):
         self.points, self.ask = points, {"constants": constants, "ceilings": ceilings}
-        self.curves = {(model, layers, width, length, precision): {} for model, (depths, widths, lengths) in SIZES.items()
-                       for layers, width in ([(d, w) for d in depths for w in widths] or LLAMAS)
-                       for length in lengths for precision in PRECISIONS}
+        self.curves = {(model, *size, length, precision): {} for model, (sizes, lengths) in SIZES.items()
+                       for size, length, precision in product(sizes, lengths, PRECISIONS)}
         self.ceilings = self.constants = None
         self.told = recordings.provenance("sweep")
 
@@ -82,7 +82,7 @@ class Live:
         yield from self._measure_once("constants", "what a launch adds")
         for batch, row in self.curves[key].items():
             if row.get("eager_gpu_us") and self.constants:
-                self.curves[key][batch] = row | self._predicted(row)
+                self.curves[key][batch] = row | launch_model.add_predictions(pd.DataFrame([row]), self.constants).iloc[0].to_dict()
                 yield self.curves[key][batch]
         yield from self._measure_once("ceilings", "what this GPU can do at most")  # last: if they fail, predictions stay
 
@@ -93,9 +93,6 @@ class Live:
         if self.ask[name]:
             setattr(self, name, (yield from sweeps.beside(self.ask[name], f"Measuring {words}, once: let the controls rest.")))
             self.ask[name] = None
-
-    def _predicted(self, row):
-        return launch_model.add_predictions(pd.DataFrame([row]), self.constants).iloc[0].to_dict()
 
 
 class SweepModel(HasTraits):
@@ -289,7 +286,7 @@ class SweepModel(HasTraits):
                 await asyncio.sleep(source.pace)
             said = f"Done: {self._progress}."
         except Exception as error:  # whatever a sweep dies of, the explorer lives on
-            said = f"Stopped after {self._progress} by an error: {_first_line(error)}"
+            said = f"Stopped after {self._progress} by an error: {machine.first_line(error)}"
         finally:  # also when the task is cancelled or the cell interrupted: the next press must find nothing running
             if self._points is mine:
                 said = self._close(said or f"Stopped after {self._progress}.")
@@ -312,7 +309,7 @@ class SweepModel(HasTraits):
         try:
             points.close()
         except Exception as error:
-            said += f" Then an error: {_first_line(error)}"
+            said += f" Then an error: {machine.first_line(error)}"
         return said
 
 
@@ -326,10 +323,6 @@ def _refuse(wishes, known):
             raise ValueError(f"{name} is one of {', '.join(sorted(known[name]))}, not {value!r}")
         if name not in known and not isinstance(value, int):
             raise ValueError(f"{name} is a whole number, not {value!r}")
-
-
-def _first_line(error):
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _nearest(value, choices):

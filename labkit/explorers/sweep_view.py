@@ -4,13 +4,12 @@ import asyncio
 import base64
 import gc
 from html import escape
-from pathlib import Path
 
 import ipywidgets as widgets
 from IPython.display import HTML, display
+from traitlets import dlink
 
-import labkit
-from labkit import charts, experiments, machine, recordings
+from labkit import charts, experiments, launch_model, machine, recordings, report, results
 from labkit.experiments import sweeps
 from labkit.explorers.sweep_model import VIEWS, Live, Recorded, SweepModel
 
@@ -18,7 +17,6 @@ LABELS = {"model": "model", "layers": "layers", "width": "width", "length": "len
           "batch": "batch", "range": "batches", "gpu": "GPU", "view": "view"}
 SHOWN = {**charts.MODELS, "speedup": "time and speedup", "timeline": "timeline of one step", "roofline": "roofline"}
 _RUNNING = set()  # asyncio keeps no task alive by itself
-AIDS = Path(labkit.__file__).parent / "pages" / "widgets.js"
 
 
 def explore(*, sources=None, still=True, **wishes):
@@ -40,7 +38,7 @@ def at_hand():
     found, trouble = {}, None
     if machine.mode().live:
         sweeps.get_ready()
-        found["measure here"] = Live(constants=_constants, ceilings=experiments.EXPERIMENTS["ceilings"])
+        found["measure here"] = Live(constants=lambda: launch_model.fit(experiments.launch_constants()), ceilings=experiments.ceilings)
     for slug in slugs:
         try:
             gpu, source = _source(slug)
@@ -57,22 +55,12 @@ def at_hand():
 
 def _source(slug):
     """Return the name of a recorded GPU, and its sweeps with what predictions and the roofline need, where that is recorded."""
-    tables = {model: _recorded(f"sweep_{model}", slug) for model in charts.MODELS if slug in recordings.available(f"sweep_{model}")}
+    tables = {model: results.recorded(f"sweep_{model}", slug) for model in charts.MODELS if slug in recordings.available(f"sweep_{model}")}
     gpu = next(iter(tables.values())).attrs["provenance"]["gpu"]
     if slug in recordings.available("launch_constants"):
-        from labkit import launch_model
-        constants = launch_model.fit(_recorded("launch_constants", slug))
+        constants = launch_model.fit(results.recorded("launch_constants", slug))
         tables = {model: launch_model.add_predictions(table, constants) for model, table in tables.items()}
-    return gpu, Recorded(tables, _recorded("ceilings", slug) if slug in recordings.available("ceilings") else None)
-
-
-def _recorded(name, slug):
-    return recordings.recorded(name, experiments.EXPERIMENTS[name].source, slug)
-
-
-def _constants():
-    from labkit import launch_model
-    return launch_model.fit(experiments.EXPERIMENTS["launch_constants"]())
+    return gpu, Recorded(tables, results.recorded("ceilings", slug) if slug in recordings.available("ceilings") else None)
 
 
 def view(model):
@@ -119,18 +107,14 @@ def view(model):
             if collecting:
                 gc.enable(), gc.collect(1)
 
-    def tell(_=None):
-        said["status"].value = f'<span role="status">{escape(model.status)}</span>'
-        for name, next_press in (("measure", not model.busy), ("stop", model.busy)):  # disabled, it would lose the keyboard's focus
-            buttons[name].button_style = "primary" if next_press else ""
-
     for name, widget in made.items():
         widget.observe(lambda change, name=name: moved(change, name), names="value")
     model.observe(show, names="shown")
-    model.observe(tell, names=["status", "busy"])
+    dlink((model, "status"), (said["status"], "value"), announced)
+    next_press(model, "busy", *buttons.values())
     buttons["measure"].on_click(lambda _: start(model.measure()))
     buttons["stop"].on_click(lambda _: model.stop())
-    show(), tell()
+    show()
     made["gpu"].layout.display = None if len(model.sources) > 1 else "none"
     columns = [widgets.VBox([made[n] for n in names]) for names in (("gpu", "model", "precision", "view"),
                                                                     ("layers", "width", "length", "range", "batch"))]
@@ -149,11 +133,20 @@ def _options(model, name):
 
 def show_widget(widget, words):
     """Display a widget, usable by keys alone, with words for pages that have none."""
-    aids = {"output_type": "display_data", "data": {"application/javascript": AIDS.read_text("utf-8")}, "metadata": {}}
+    aids = {"output_type": "display_data", "data": {"application/javascript": (report.PAGES / "widgets.js").read_text("utf-8")}, "metadata": {}}
     widget = widgets.VBox([widget, widgets.Output(outputs=(aids,))]).add_class("labkit")
-    bundle = widget._repr_mimebundle_()
-    data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
-    display({**data, "text/plain": words}, *metadata, raw=True)
+    display({**widget._repr_mimebundle_(), "text/plain": words}, raw=True)
+
+
+def announced(status):
+    """Write a status as HTML that is also read aloud when it changes."""
+    return f'<span role="status">{escape(status)}</span>'
+
+
+def next_press(model, running, go, stop):
+    """Let the button stand out that is to be pressed next; the other stays enabled, as it would lose the keyboard's focus."""
+    dlink((model, running), (go, "button_style"), lambda on: "" if on else "primary")
+    dlink((model, running), (stop, "button_style"), lambda on: "primary" if on else "")
 
 
 def start(measuring):

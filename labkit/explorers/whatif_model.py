@@ -40,10 +40,6 @@ class WhatIfModel(HasTraits):
         """Return the traced batches of this curve."""
         return tuple(int(batch) for batch in sorted(self.curves[self.curve].index))
 
-    @validate("curve")
-    def _known(self, proposal):
-        return proposal["value"] if proposal["value"] in self.curves else next(iter(self.curves))
-
     @validate("batch")
     def _traced(self, proposal):
         return min(self.batches(), key=lambda batch: abs(batch - proposal["value"]))

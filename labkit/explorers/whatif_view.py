@@ -4,6 +4,7 @@ from html import escape
 
 import ipywidgets as widgets
 from IPython.display import HTML, display
+from traitlets import link
 
 from labkit import charts
 from labkit.explorers.sweep_view import show_widget
@@ -23,30 +24,26 @@ def whatif(table, constants, **wishes):
 def view(model):
     """Make the widgets of a model; each carries a CSS class labkit-<name>."""
     style = {"description_width": "8em"}
-    curve = widgets.Dropdown(options=tuple(model.curves), value=model.curve, description="step", style=style,
+    curve = widgets.Dropdown(options=tuple(model.curves), description="step", style=style,
                              layout={"width": "40em"}).add_class("labkit-whatif-curve")
     batch = widgets.SelectionSlider(options=model.batches(), value=model.batch, description="batch",
                                     style=style).add_class("labkit-whatif-batch")
-    sliders = {name: widgets.SelectionSlider(options=[(f"{v:g}", v) for v in values], value=getattr(model, name), style=style,
-                                             description=LABELS[name]).add_class(CLASSES[name])
+    sliders = {name: widgets.SelectionSlider(options=[(f"{v:g}", v) for v in values], description=LABELS[name],
+                                             style=style).add_class(CLASSES[name])
                for name, values in FACTORS.items()}
     said = widgets.HTML().add_class("labkit-whatif")
-
-    def moved(change, name):
-        if change["new"] is not None:
-            setattr(model, name, change["new"])
 
     def show(_=None):
         if batch.options != model.batches():
             wish = model.batch
             batch.options = model.batches()
             model.batch = wish
-        for name, widget in {"curve": curve, "batch": batch, **sliders}.items():
-            widget.value = getattr(model, name)
+        batch.value = model.batch
         said.value = _html(model)
 
-    for name, widget in {"curve": curve, "batch": batch, **sliders}.items():
-        widget.observe(lambda change, name=name: moved(change, name), names="value")
+    for name, widget in {"curve": curve, **sliders}.items():
+        link((model, name), (widget, "value"))
+    batch.observe(lambda change: setattr(model, "batch", change["new"]), names="value")
     model.observe(show, names="summary")
     show()
     return widgets.VBox([curve, batch, *sliders.values(), said])
