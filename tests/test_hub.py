@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import types
@@ -147,6 +148,14 @@ def configured(plan, tmp_path, monkeypatch):
         runpy.run_path(str(hub.CONFIG), {"get_config": lambda: config})
         return config
     return configure
+
+
+@hub_needed
+@pytest.mark.parametrize("minutes", [60, 0.5])
+def test_kernels_and_servers_that_nobody_uses_are_stopped(configured, minutes):
+    args = dict(arg.lstrip("-").split("=", 1) for arg in configured(idle=minutes).Spawner.args if "=" in arg)
+    assert args["MappingKernelManager.cull_idle_timeout"] == args["ServerApp.shutdown_no_activity_timeout"] == str(int(60 * minutes))
+    assert args["MappingKernelManager.cull_interval"] == "60" and args["MappingKernelManager.cull_connected"] == "True"
 
 
 @hub_needed
@@ -321,6 +330,33 @@ def test_a_learners_python_is_made_anew_and_keeps_what_they_installed(tmp_path):
     (tmp_path / "env/bin/python").symlink_to("/the/python/of/last/year")
     Path(next(tmp_path.glob("env/lib/*/site-packages")), "mine.py").touch()
     assert own_python(tmp_path, "import labkit, mine; print(labkit.__file__)").split() == [notebook.__file__.replace("notebook", "__init__")]
+
+
+def tls_lacks():
+    """Return what is missing here to serve over TLS, or None."""
+    try:
+        hub._proxy(tls=True)
+    except hub.HubError as error:
+        return str(error)
+    return None if shutil.which("openssl") else "openssl, which makes the certificate, is not installed"
+
+
+@hub_needed
+@pytest.mark.skipif(bool(tls_lacks()), reason=str(tls_lacks()))
+def test_over_tls_a_learner_signs_in_and_nothing_goes_in_plain_text(tmp_path, monkeypatch):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=class", "-addext",
+                    "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with learners.served(tmp_path, ["ada"], "--ssl-key", str(key), "--ssl-cert", str(certificate)) as (address, _):
+        with pytest.raises(learners.requests.exceptions.SSLError):
+            learners.requests.get(address)  # signed by nobody that it knows
+        for name in ("REQUESTS_CA_BUNDLE", "WEBSOCKET_CLIENT_CA_BUNDLE"):
+            monkeypatch.setenv(name, str(certificate))
+        ada = learners.Learner(address, "ada", (tmp_path / "class/password.txt").read_text().strip())
+        assert ada.signed_in and {cookie.secure for cookie in ada.session.cookies if cookie.name.startswith("jupyterhub-")} == {True}
+        assert ada.start().run(["print(6 * 7)"])[1][0][0][1]["text"] == "42\n"
+        with pytest.raises(learners.requests.exceptions.ConnectionError):
+            learners.requests.get(address.replace("https", "http") + "/hub/login")
 
 
 NUMBER, TEXT, SWITCH, LIST = {"type": "number"}, {"type": "string"}, {"type": "boolean"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}
