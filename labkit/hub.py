@@ -157,6 +157,7 @@ def own_python(home):
     venv.create(env, symlinks=True)
     site = sysconfig.get_path("purelib", "venv", {"base": str(env)})
     install.link(Path(labkit.__file__).parents[1], *install.packages(), site=site)
+    Path(site, "labkit-share.pth").write_text("import labkit.allowance; labkit.allowance.watch()\n")  # after labkit-base.pth
     for name in ("pip", "pip3"):
         (env / "bin" / name).write_text(f'#!/bin/sh\nexec "{env}/bin/python" -m pip "$@"\n')
         (env / "bin" / name).chmod(0o755)

@@ -233,6 +233,7 @@ def test_a_live_lab_keeps_to_its_share_of_the_memory(share, limits, monkeypatch)
         monkeypatch.setenv("LABKIT_GPU_SHARE", share)
     monkeypatch.setattr(machine, "mode", lambda: machine.Mode(True, "pretended"))
     kept = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", lambda call: call())  # as where CUDA has started
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", kept.append)
     notebook.banner()
     assert kept == limits
@@ -330,6 +331,27 @@ def test_a_learners_python_is_made_anew_and_keeps_what_they_installed(tmp_path):
     (tmp_path / "env/bin/python").symlink_to("/the/python/of/last/year")
     Path(next(tmp_path.glob("env/lib/*/site-packages")), "mine.py").touch()
     assert own_python(tmp_path, "import labkit, mine; print(labkit.__file__)").split() == [notebook.__file__.replace("notebook", "__init__")]
+
+
+@pytest.mark.parametrize("share, limits", [("0.25", "[0.25]"), ("1", "[]"), ("a quarter", "[]")])
+def test_torch_keeps_to_the_share_without_a_banner_too(tmp_path, share, limits):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("from torch import cuda")
+    (tmp_path / "torch/cuda.py").write_text(
+        "limits, started = [], []\n_lazy_call, set_per_process_memory_fraction = started.append, limits.append\n"
+        "def init():\n    for call in started: call()")
+    code = ("import importlib.util, sys; importlib.util.find_spec('torch'); assert 'torch' not in sys.modules\n"
+            "import torch; assert not torch.cuda.limits; torch.cuda.init(); print(torch.cuda.limits)")
+    assert own_python(tmp_path / "ada", code, LABKIT_GPU_SHARE=share, PYTHONPATH=str(tmp_path)).strip() == limits
+
+
+@pytest.mark.gpu
+def test_memory_beyond_the_share_is_refused(tmp_path):
+    code = ("import torch; free, total = torch.cuda.mem_get_info(); assert free > total // 3, 'others fill this GPU'\n"
+            "def take(part): return torch.empty(int(part * total), dtype=torch.uint8, device='cuda').nbytes\n"
+            "take(0.05); print('within')\n"
+            "try: take(0.2)\nexcept torch.OutOfMemoryError: print('refused')")
+    assert own_python(tmp_path / "ada", code, LABKIT_GPU_SHARE="0.1").split() == ["within", "refused"]
 
 
 def tls_lacks():
