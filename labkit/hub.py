@@ -14,10 +14,12 @@ import secrets
 import shutil
 import socket
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import labkit
-from labkit import machine
+from labkit import install, machine
 
 PROXY = "configurable-http-proxy"
 CONFIG = Path(__file__).with_name("hub_config.py")
@@ -142,6 +144,30 @@ def copy_labs(labs, home):
     for lab in sorted(Path(labs).glob("*.ipynb")):
         if not (mine := home / "notebooks" / lab.name).exists():
             shutil.copyfile(lab, mine)
+
+
+def own_python(home):
+    """Give a learner home/env, a Python over this install: what they install stays there. Returns the {name: value} that select it.
+
+    The server itself goes on without it, so nothing that a learner installs keeps it from starting.
+    """
+    env = home / "env"
+    for old in env.glob("bin/python*"):
+        old.unlink()  # this hub's Python may be another than the last one's
+    venv.create(env, symlinks=True)
+    site = sysconfig.get_path("purelib", "venv", {"base": str(env)})
+    install.link(Path(labkit.__file__).parents[1], *install.packages(), site=site)
+    Path(site, "labkit-share.pth").write_text("import labkit.allowance; labkit.allowance.watch()\n")  # after labkit-base.pth
+    for name in ("pip", "pip3"):
+        (env / "bin" / name).write_text(f'#!/bin/sh\nexec "{env}/bin/python" -m pip "$@"\n')
+        (env / "bin" / name).chmod(0o755)
+    kernel = env / "share/jupyter/kernels/python3"
+    kernel.mkdir(parents=True, exist_ok=True)
+    (kernel / "kernel.json").write_text(json.dumps({
+        "argv": [f"{env}/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": "Python 3 (ipykernel)", "language": "python", "metadata": {"debugger": True}}))
+    return {"PATH": os.pathsep.join([f"{env}/bin", os.environ["PATH"]]),
+            "JUPYTER_PATH": os.pathsep.join(f"{prefix}/share/jupyter" for prefix in (env, sys.prefix))}
 
 
 def least_loaded(taken):

@@ -21,19 +21,20 @@ class LearnersServer(SimpleLocalProcessSpawner):
     """One learner's Jupyter server: a home of its own with copies of the labs, on the least loaded GPU."""
 
     known = weakref.WeakSet()
-    gpu = None
+    gpu, python = None, {}
 
     async def start(self):
-        """Copy the labs that the learner lacks, choose a GPU, and start the server; returns its address."""
+        """Copy the labs that the learner lacks, make their Python, choose a GPU, and start the server; returns its address."""
         hub.copy_labs(settings["labs"], Path(self.home_dir))
+        self.python = hub.own_python(Path(self.home_dir))
         self.gpu = hub.least_loaded([server.gpu for server in self.known])
         return await super().start()
 
     def get_env(self):
-        """Return the environment, with the GPU and the share of its memory where there is one."""
+        """Return the environment, with the learner's Python, and the GPU and the share of its memory where there is one."""
         gpu = {"CUDA_VISIBLE_DEVICES": self.gpu,
                "LABKIT_GPU_SHARE": str(hub.share(len(settings["names"]), len(machine.gpus())))} if self.gpu else {}
-        return super().get_env() | gpu
+        return super().get_env() | self.python | gpu
 
     def get_state(self):
         """Return what JupyterHub keeps of this server in its database, and the GPU (its UUID or None)."""
@@ -71,8 +72,7 @@ c.SimpleLocalProcessSpawner.home_dir_template = os.path.abspath("learners/{usern
 c.Spawner.cmd = [sys.executable, "-P", "-m", "jupyterhub.singleuser"]  # -P: a learner's random.py is not Python's
 c.Spawner.default_url = "/lab/tree/notebooks/" + min(path.name for path in Path(settings["labs"]).glob("*.ipynb"))
 c.Spawner.env_keep = ["PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "LABKIT_MODE", "LABKIT_RECORDING", "LABKIT_BUDGET"]
-c.Spawner.environment = {"PIP_USER": "1",  # what a learner installs does not go into the install of all
-                         "MPLCONFIGDIR": os.path.abspath("matplotlib")}  # its list of fonts takes seconds: once for all
+c.Spawner.environment = {"MPLCONFIGDIR": os.path.abspath("matplotlib")}  # its list of fonts takes seconds: once for all
 c.Spawner.start_timeout = c.Spawner.http_timeout = 120  # seconds: a class signs in all at once
 c.Spawner.args = [f"--MappingKernelManager.cull_idle_timeout={settings['idle_s']}", "--MappingKernelManager.cull_interval=60",
                   "--MappingKernelManager.cull_connected=True",  # a tab left open would keep its memory of the GPU all night

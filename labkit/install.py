@@ -79,9 +79,14 @@ def make_venv():
         sys.exit(f"labkit: .venv could not be made: {why}")
 
 
-def link(*folders):
-    """Let .venv's Python read packages in these folders after its own; none: only its own."""
-    site = ask(PYTHON, "import sysconfig; print(json.dumps(sysconfig.get_path('purelib')))")
+def packages():
+    """Return the folders that this Python reads packages from, in its order."""
+    return [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+
+
+def link(*folders, site=None):
+    """Let .venv's Python, or the one whose packages lie in site, read packages in these folders after its own; none: only its own."""
+    site = site or ask(PYTHON, "import sysconfig; print(json.dumps(sysconfig.get_path('purelib')))")
     lines = [f"import site; site.addsitedir({str(folder)!r})\n" for folder in folders]
     Path(site, "labkit-base.pth").write_text("".join(lines))
 
@@ -101,7 +106,7 @@ def install(extras):
     """Install into .venv, or fall back to what is there; return whether everything was installed."""
     kept = torch_to_keep()
     make_venv()
-    base = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    base = packages()
     link(*base if kept else ())
     say("installing what the labs need; the first time takes minutes" + ("." if kept else ", and 1.5 GB or more."))
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)

@@ -10,7 +10,7 @@ from IPython import get_ipython
 from IPython.core.error import UsageError
 from IPython.display import publish_display_data
 
-from labkit import isolate, machine, recordings
+from labkit import allowance, isolate, machine, recordings
 
 
 class IsolatedError(Exception):
@@ -35,7 +35,8 @@ def banner(cells=True):
     if wrong := machine.wrong_settings():
         print(f"Careful: {wrong}.")
     if here.live:
-        _keep_to_the_share()
+        import torch
+        allowance.keep(torch)
         return _show("LIVE", f"LIVE on {here.reason}. Everything below is measured here, now.")
     try:
         about = recordings.about()
@@ -44,14 +45,6 @@ def banner(cells=True):
     except recordings.RecordingError as error:
         said = f"RECORDED. But {error}."
     _show("RECORDED", f"{said} Why: {here.reason}. {here.fix}")
-
-
-def _keep_to_the_share():
-    """Let torch take no more of the GPU's memory than LABKIT_GPU_SHARE says, so that several learners find room on it."""
-    with contextlib.suppress(ValueError):  # a wrong setting, which the banner names
-        if (share := machine.share_of_memory()) < 1:
-            import torch
-            torch.cuda.set_per_process_memory_fraction(share)
 
 
 def _run_gpu_cells_natively(lines):

@@ -1,4 +1,4 @@
-"""Learners who sign in to a hub that is started for real, and run a lab; `python tests/learners.py 8` is a class of eight.
+"""Learners who sign in to a hub that is started for real, and run a lab; `python tests/learners.py 8` times a class of eight, and fails if a cell does.
 
 Each goes the way of a browser: the sign-in form, cookies, the kernels' websocket.
 """
@@ -25,7 +25,7 @@ from labkit import build
 ROOT = Path(__file__).parents[1]
 LAB = "10_measure_launch_overhead"
 LEARNS_ABOUT_ITSELF = """import json, os, shutil
-print(json.dumps({"home": os.environ["HOME"], "python": shutil.which("python"), "pip": os.environ.get("PIP_USER"), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "share": os.environ.get("LABKIT_GPU_SHARE")}))"""
+print(json.dumps({"home": os.environ["HOME"], "python": shutil.which("python"), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "share": os.environ.get("LABKIT_GPU_SHARE")}))"""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def served(folder, names, *options, paths=(), patience_s=60):
     env = {**os.environ, "LABKIT_MODE": "recorded", "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))}
     root = ["--allow-root"] if os.geteuid() == 0 else []
     command = [sys.executable, "-m", "labkit", "hub", str(folder / "names.txt"), f"--folder={folder / 'class'}", f"--port={port}"]
-    log = folder / "hub.log"
+    log, scheme = folder / "hub.log", "https" if "--ssl-key" in options else "http"
     with log.open("w") as out:
         hub = subprocess.Popen([*command, *root, *options], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
     try:
@@ -44,7 +44,7 @@ def served(folder, names, *options, paths=(), patience_s=60):
         while "JupyterHub is now running" not in log.read_text():
             assert hub.poll() is None and time.monotonic() < until, f"no hub:\n{log.read_text()}"
             time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}", psutil.Process(hub.pid)
+        yield f"{scheme}://127.0.0.1:{port}", psutil.Process(hub.pid)
     except BaseException:
         print(log.read_text()[-10_000:])
         raise
@@ -78,7 +78,7 @@ class Learner:
                                       data={"username": name, "password": password, "_xsrf": xsrf})
         self.signed_in = "/hub/login" not in self.page.url and self.page.ok
 
-    def start(self, patience_s=120):
+    def start(self, patience_s=300):
         """Ask for the server and wait until it answers."""
         until = time.monotonic() + patience_s
         while time.monotonic() < until:
@@ -95,7 +95,7 @@ class Learner:
                                     headers={"X-XSRFToken": xsrf[0] if xsrf else ""}, **more)
 
     def run(self, sources, folder="notebooks"):
-        """Run code cells in a new kernel and return its id and what each cell put out, as [(kind, content), ...]."""
+        """Run code cells in the kernel of the learner's lab 10, which the first call starts, and return its id and what each cell put out, as [(kind, content), ...]."""
         made = self.api("POST", "sessions", json={"path": f"{folder}/{LAB}.ipynb", "name": "", "type": "notebook",
                                                   "kernel": {"name": "python3"}})
         assert made.status_code == 201, made.text
@@ -103,7 +103,7 @@ class Learner:
         cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in self.session.cookies
                             if f"/user/{self.name}/".startswith(cookie.path))
         channel = websocket.create_connection(f"ws{self.address[4:]}/user/{self.name}/api/kernels/{kernel}/channels", cookie=cookies,
-                                              origin=self.address, timeout=120)
+                                              origin=self.address, timeout=300)
         try:
             return kernel, [self._run(channel, source) for source in sources]
         finally:
@@ -130,8 +130,8 @@ def urlpath(url):
 
 
 def run_at_once(address, names, password):
-    """Let learners sign in and run lab 10 at once -> [(learner, what each cell put out), ...]."""
-    sources = build.code_cells(build.NOTEBOOKS / f"{LAB}.ipynb")
+    """Let learners sign in and run lab 10, and say where they are, at once -> [(learner, what each cell put out), ...]."""
+    sources = [*build.code_cells(build.NOTEBOOKS / f"{LAB}.ipynb"), LEARNS_ABOUT_ITSELF]
 
     def all_the_way(name):
         learner = Learner(address, name, password).start()
@@ -139,6 +139,11 @@ def run_at_once(address, names, password):
 
     with ThreadPoolExecutor(len(names)) as at_once:
         return list(at_once.map(all_the_way, names))
+
+
+def errors(ran):
+    """Return the messages of all cells that failed, of what run_at_once returns."""
+    return [f"{content['ename']}: {content['evalue']}" for _, cells in ran for cell in cells for kind, content in cell if kind == "error"]
 
 
 def mib(process):
@@ -153,5 +158,6 @@ if __name__ == "__main__":
         began = time.monotonic()
         ran = run_at_once(where, everybody, Path(made, "class/password.txt").read_text().strip())
         took_s, used = time.monotonic() - began, mib(started) / len(everybody)
-    errors = sum(kind == "error" for _, cells in ran for cell in cells for kind, _ in cell)
-    print(f"{len(everybody)} learners signed in and ran lab {LAB[:2]} at once: {took_s:.1f} s, {errors} errors, {used:.0f} MiB each")
+    failed = errors(ran)
+    print(f"{len(everybody)} learners signed in and ran lab {LAB[:2]} at once: {took_s:.1f} s, {len(failed)} errors, {used:.0f} MiB each")
+    sys.exit("\n".join(failed) or 0)

@@ -1,12 +1,15 @@
-"""A class on one server: what is refused, who gets which GPU, and two learners who sign in for real (`learners.py 8`: eight)."""
+"""A class on one server: what is refused, who gets which GPU, and eight learners who sign in for real."""
 
 import importlib.util
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import types
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import jsonschema
@@ -133,15 +136,32 @@ def test_one_hub_for_a_folder_and_learners_get_this_python(tmp_path, monkeypatch
     hub.command(tmp_path)
 
 
-@hub_needed
-def test_who_is_no_longer_in_the_class_cannot_sign_in(plan, tmp_path, monkeypatch):
-    from jupyterhub.authenticators.shared import SharedPasswordAuthenticator
+@pytest.fixture
+def configured(plan, tmp_path, monkeypatch):
+    """A function that reads JupyterHub's configuration of a class that is prepared with some options."""
     from traitlets.config import Config
-    plan()
-    monkeypatch.chdir(tmp_path / "class")
-    before, config = Config(), Config()
-    for one in (before, config):
-        runpy.run_path(str(hub.CONFIG), {"get_config": lambda one=one: one})
+
+    def configure(**options):
+        plan(**options)
+        config = Config()
+        monkeypatch.chdir(tmp_path / "class")
+        runpy.run_path(str(hub.CONFIG), {"get_config": lambda: config})
+        return config
+    return configure
+
+
+@hub_needed
+@pytest.mark.parametrize("minutes", [60, 0.5])
+def test_kernels_and_servers_that_nobody_uses_are_stopped(configured, minutes):
+    args = dict(arg.lstrip("-").split("=", 1) for arg in configured(idle=minutes).Spawner.args if "=" in arg)
+    assert args["MappingKernelManager.cull_idle_timeout"] == args["ServerApp.shutdown_no_activity_timeout"] == str(int(60 * minutes))
+    assert args["MappingKernelManager.cull_interval"] == "60" and args["MappingKernelManager.cull_connected"] == "True"
+
+
+@hub_needed
+def test_who_is_no_longer_in_the_class_cannot_sign_in(configured):
+    from jupyterhub.authenticators.shared import SharedPasswordAuthenticator
+    before, config = configured(), configured()
     assert len(config.JupyterHub.cookie_secret) == 32 and config.JupyterHub.cookie_secret != before.JupyterHub.cookie_secret
     door = SharedPasswordAuthenticator(config=config)
     door.add_user(types.SimpleNamespace(name="left-last-year"))  # as JupyterHub does for all in its database
@@ -213,45 +233,152 @@ def test_a_live_lab_keeps_to_its_share_of_the_memory(share, limits, monkeypatch)
         monkeypatch.setenv("LABKIT_GPU_SHARE", share)
     monkeypatch.setattr(machine, "mode", lambda: machine.Mode(True, "pretended"))
     kept = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", lambda call: call())  # as where CUDA has started
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", kept.append)
     notebook.banner()
     assert kept == limits
     assert ("give a share" in machine.wrong_settings()) == (share == "a quarter")
 
 
-@hub_needed
-def test_two_learners_sign_in_and_run_lab_10_at_once_each_in_a_place_of_their_own(tmp_path):
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "pynvml.py").write_text(NVML)
-    names = ["learner-1", "learner-2", "absent-1", "absent-2"]
-    (tmp_path / "class/learners/learner-1").mkdir(parents=True)
-    (tmp_path / "class/learners/learner-1/json.py").write_text("raise SystemExit('a file of a learner')")
-    with learners.served(tmp_path, names, paths=[tmp_path / "fake"]) as (address, process):
-        password = (tmp_path / "class/password.txt").read_text().strip()
-        assert not learners.Learner(address, "learner-1", "not the password").signed_in
-        assert not learners.Learner(address, "a-stranger", password).signed_in
-        both = learners.run_at_once(address, names[:2], password)
+@pytest.fixture(scope="module")
+def the_class(tmp_path_factory):
+    """Eight learners who have signed in and run lab 10 at once: (the class's folder, address, hub's process, what came of each)."""
+    folder = tmp_path_factory.mktemp("hub")
+    (folder / "fake").mkdir()
+    (folder / "fake" / "pynvml.py").write_text(NVML)
+    (folder / "class/learners/learner-1").mkdir(parents=True)
+    (folder / "class/learners/learner-1/json.py").write_text("raise SystemExit('a file of a learner')")
+    names = [f"learner-{i + 1}" for i in range(8)]
+    with learners.served(folder, names, paths=[folder / "fake"]) as (address, process):
+        ran = learners.run_at_once(address, names, (folder / "class/password.txt").read_text().strip())
+        yield folder / "class", address, process, ran
         family = process.children(recursive=True)
-        everywhere = [one.laddr.ip for member in (process, *family) for one in member.net_connections("inet") if one.status == "LISTEN"]
-        assert len(everywhere) > 5 and set(everywhere) == {"127.0.0.1"}
-        one, two = (learner for learner, *_ in both)
-        one.name, mine = two.name, one.name  # with the cookies of one, ask for what is the other's
-        assert one.api("GET", "contents/notebooks").status_code == 403
-        one.name = mine
-        assert learners.requests.get(f"{address}/user/{mine}/api/contents").status_code == 403
-        told = learners.LEARNS_ABOUT_ITSELF
-        places = [dict(json.loads(learner.run([told])[1][0][0][1]["text"])) for learner in (one, two)]
     assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
-    for _, cells in both:
-        assert not [content for cell in cells for kind, content in cell if kind == "error"]
+
+
+@hub_needed
+def test_eight_learners_sign_in_and_run_lab_10_at_once_each_in_a_place_of_their_own(the_class):
+    folder, _, _, ran = the_class
+    assert not learners.errors(ran)
+    for _, cells in ran:
         said = json.dumps(cells)
         assert "RECORDED on NVIDIA" in said and "not attempted: saving_ms" in said and "image/png" in said
-    homes = [tmp_path / "class/learners" / name for name in names[:2]]
-    assert [Path(place["home"]) for place in places] == homes
-    assert sorted(place["gpu"] for place in places) == ["GPU-one", "GPU-two"]
-    assert {Path(place["python"]).parent for place in places} == {Path(sys.executable).parent}
-    assert {place["pip"] for place in places} == {"1"}
-    assert {place["share"] for place in places} == {"0.225"}  # four names on two GPUs, two processes for each
+    places = [json.loads(cells[-1][0][1]["text"]) for _, cells in ran]
+    homes = [folder / "learners" / learner.name for learner, _ in ran]
+    assert len(set(homes)) == 8 and [Path(place["home"]) for place in places] == homes
+    assert [Path(place["python"]) for place in places] == [home / "env/bin/python" for home in homes]
+    assert sorted(place["gpu"] for place in places) == ["GPU-one"] * 4 + ["GPU-two"] * 4
+    assert {place["share"] for place in places} == {"0.112"}  # four learners on each GPU, two processes for each
+
+
+@hub_needed
+def test_learners_keep_to_themselves_and_strangers_stay_outside(the_class):
+    folder, address, process, [(one, _), (two, _), *_] = the_class
+    assert not learners.Learner(address, "learner-1", "not the password").signed_in
+    assert not learners.Learner(address, "a-stranger", (folder / "password.txt").read_text().strip()).signed_in
+    family = process.children(recursive=True)
+    everywhere = [one.laddr.ip for member in (process, *family) for one in member.net_connections("inet") if one.status == "LISTEN"]
+    assert len(everywhere) > 5 and set(everywhere) == {"127.0.0.1"}
+    assert one.api("GET", "contents/notebooks").ok
+    one.name, mine = two.name, one.name  # with the cookies of one, ask for what is the other's
+    try:
+        assert one.api("GET", "contents/notebooks").status_code == 403
+    finally:
+        one.name = mine
+    assert learners.requests.get(f"{address}/user/{mine}/api/contents").status_code == 403
+
+
+def wheel(folder, name, version):
+    """Write a wheel of a package that is one file, with its version in it, and return its path."""
+    path, about = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    files = {f"{name}.py": f"__version__ = {version!r}\n", f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+             f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
+    with zipfile.ZipFile(path, "w") as made:
+        for file, text in (files | {f"{about}/RECORD": "".join(f"{file},,\n" for file in files)}).items():
+            made.writestr(file, text)
+    return path
+
+
+@hub_needed
+def test_what_a_learner_installs_is_theirs_alone(the_class, tmp_path):
+    _, _, _, [(one, _), (two, _), *_] = the_class
+    shared = Path(learners.requests.__file__).parents[1]  # the install of all
+    before = sorted(os.listdir(shared))
+    mine, newer = wheel(tmp_path, "of_one_learner", "1.0"), wheel(tmp_path, "jsonpointer", "999.0")  # the second is in the install of all
+    has = "import jsonpointer, labkit; print(jsonpointer.__version__, labkit.__file__)"
+    installed = one.run([f"%pip install --no-index {mine}", f"!pip install --no-index {newer}", "import of_one_learner", has,
+                         "!pip uninstall --yes jsonpointer attrs"])[1]
+    assert not learners.errors([(one, installed[2:4])]), installed
+    assert installed[3][0][1]["text"].split() == ["999.0", notebook.__file__.replace("notebook", "__init__")]
+    assert "outside environment" in json.dumps(installed[4])  # attrs stays: it is everybody's
+    other, after = (learner.run(["import of_one_learner", f'!python -c "{has}"'])[1] for learner in (two, one))
+    assert learners.errors([(two, other)]) == ["ModuleNotFoundError: No module named 'of_one_learner'"]
+    assert other[1] == after[1] and other[1][0][1]["text"].split()[0] == metadata.version("jsonpointer")
+    assert sorted(os.listdir(shared)) == before
+
+
+def own_python(home, code, **env):
+    """Run code in the Python that a learner gets, and return what it prints."""
+    hub.own_python(home)
+    done = subprocess.run([home / "env/bin/python", "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_a_learners_python_is_made_anew_and_keeps_what_they_installed(tmp_path):
+    hub.own_python(tmp_path)
+    (tmp_path / "env/bin/python").unlink()
+    (tmp_path / "env/bin/python").symlink_to("/the/python/of/last/year")
+    Path(next(tmp_path.glob("env/lib/*/site-packages")), "mine.py").touch()
+    assert own_python(tmp_path, "import labkit, mine; print(labkit.__file__)").split() == [notebook.__file__.replace("notebook", "__init__")]
+
+
+@pytest.mark.parametrize("share, limits", [("0.25", "[0.25]"), ("1", "[]"), ("a quarter", "[]")])
+def test_torch_keeps_to_the_share_without_a_banner_too(tmp_path, share, limits):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("from torch import cuda")
+    (tmp_path / "torch/cuda.py").write_text(
+        "limits, started = [], []\n_lazy_call, set_per_process_memory_fraction = started.append, limits.append\n"
+        "def init():\n    for call in started: call()")
+    code = ("import importlib.util, sys; importlib.util.find_spec('torch'); assert 'torch' not in sys.modules\n"
+            "import torch; assert not torch.cuda.limits; torch.cuda.init(); print(torch.cuda.limits)")
+    assert own_python(tmp_path / "ada", code, LABKIT_GPU_SHARE=share, PYTHONPATH=str(tmp_path)).strip() == limits
+
+
+@pytest.mark.gpu
+def test_memory_beyond_the_share_is_refused(tmp_path):
+    code = ("import torch; free, total = torch.cuda.mem_get_info(); assert free > total // 3, 'others fill this GPU'\n"
+            "def take(part): return torch.empty(int(part * total), dtype=torch.uint8, device='cuda').nbytes\n"
+            "take(0.05); print('within')\n"
+            "try: take(0.2)\nexcept torch.OutOfMemoryError: print('refused')")
+    assert own_python(tmp_path / "ada", code, LABKIT_GPU_SHARE="0.1").split() == ["within", "refused"]
+
+
+def tls_lacks():
+    """Return what is missing here to serve over TLS, or None."""
+    try:
+        hub._proxy(tls=True)
+    except hub.HubError as error:
+        return str(error)
+    return None if shutil.which("openssl") else "openssl, which makes the certificate, is not installed"
+
+
+@hub_needed
+@pytest.mark.skipif(bool(tls_lacks()), reason=str(tls_lacks()))
+def test_over_tls_a_learner_signs_in_and_nothing_goes_in_plain_text(tmp_path, monkeypatch):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=class", "-addext",
+                    "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with learners.served(tmp_path, ["ada"], "--ssl-key", str(key), "--ssl-cert", str(certificate)) as (address, _):
+        with pytest.raises(learners.requests.exceptions.SSLError):
+            learners.requests.get(address)  # signed by nobody that it knows
+        for name in ("REQUESTS_CA_BUNDLE", "WEBSOCKET_CLIENT_CA_BUNDLE"):
+            monkeypatch.setenv(name, str(certificate))
+        ada = learners.Learner(address, "ada", (tmp_path / "class/password.txt").read_text().strip())
+        assert ada.signed_in and {cookie.secure for cookie in ada.session.cookies if cookie.name.startswith("jupyterhub-")} == {True}
+        assert ada.start().run(["print(6 * 7)"])[1][0][0][1]["text"] == "42\n"
+        with pytest.raises(learners.requests.exceptions.ConnectionError):
+            learners.requests.get(address.replace("https", "http") + "/hub/login")
 
 
 NUMBER, TEXT, SWITCH, LIST = {"type": "number"}, {"type": "string"}, {"type": "boolean"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}
