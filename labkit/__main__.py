@@ -228,7 +228,7 @@ def report(args):
 
 
 def check(args):
-    """Say which speedups of two runs on one machine have intervals that do not overlap; 1 if there are any."""
+    """Say which speedups of two runs on one machine have intervals that do not overlap; 1 if there are any, 2 where it cannot be said."""
     before = results.read(args.check)
     if not args.after and not recordings.tables_are_live():
         raise Refusal(f"--check measures here, and nothing is measured: {machine.mode().reason}; --after FILE compares two files")
@@ -242,7 +242,7 @@ def check(args):
     print(f"{len(apart)} of {shared} speedups have intervals that do not overlap; changed: {', '.join(changed) or 'nothing'}.")
     if lost:
         print(f"{lost} that were measured before are not in the second run.")
-    return _interrupted(missing) or int(bool(apart or missing))
+    return _interrupted(missing) or (1 if apart else 2 if missing else 0)
 
 
 def export(args):
@@ -273,6 +273,8 @@ def compare(args):
         print(f"{id}: {'; '.join(map('{} ({})'.format, verdicts, found))}")
     if args.out:
         _keep(args.out, report.board(found, left_out))
+    else:
+        print("The whole curves, drawn: --out PAGE.html")
 
 
 def _tables(names):
@@ -377,7 +379,7 @@ def parser():
     add[record].add_argument("--out", metavar="DIR", help="where to write (else labkit/recordings)")
     add[report].add_argument("names", nargs="*", metavar="NAME", help="an experiment; none: all")
     add[report].add_argument("--out", metavar="FILE", help="where to write (else report-<gpu>-<day>.html)")
-    add[report].add_argument("--check", metavar="BEFORE", help="a file of export: measure again; 1 if intervals do not overlap")
+    add[report].add_argument("--check", metavar="BEFORE", help="a file of export: measure again; 1 if intervals do not overlap, 2 where it cannot be said")
     add[report].add_argument("--after", metavar="FILE", help="with --check: a second file of export, instead of measuring")
     add[export].add_argument("--out", metavar="FILE", help="where to write (else results-<gpu>-<day>.json)")
     add[compare].add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="files of export, or folders of them")
@@ -401,7 +403,7 @@ def main(argv=None):
         return args.fn(args) or 0
     except (Refusal, HubError, RecordingError, results.ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)
-        return 1
+        return 2 if args.command == "report" and args.check else 1  # 1 says that two runs disagree
     except ModuleNotFoundError as error:
         print(f"labkit: {error.name} is not installed: `make lab` with a network installs it, or "
               f"{sys.executable} -m pip install {error.name}", file=sys.stderr)

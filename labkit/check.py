@@ -2,7 +2,9 @@
 
 import copy
 import math
+import numbers
 import textwrap
+from collections.abc import KeysView, ValuesView
 from contextlib import contextmanager, suppress
 
 from labkit import claims, progress
@@ -99,10 +101,12 @@ def _judged(answer, expected, rel, hints):
 
 
 def _plain(value):
-    """Turn tensors, arrays and their scalars into Python numbers and lists."""
+    """Turn tensors, arrays and their scalars, fractions, and what a dict holds into Python numbers and lists."""
     with suppress(Exception):  # a class, a tensor without data, a list that holds itself
         plain = value.tolist() if hasattr(value, "tolist") else value
-        return [_plain(item) for item in plain] if isinstance(plain, (list, tuple, range)) else plain
+        if isinstance(plain, numbers.Number) and not isinstance(plain, (int, float, complex)):
+            return float(plain)
+        return [_plain(item) for item in plain] if isinstance(plain, (list, tuple, range, KeysView, ValuesView)) else plain
     return value
 
 

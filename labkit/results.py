@@ -138,13 +138,13 @@ def read(path):
 
 
 def read_all(paths, read=read):
-    """Return the results in files and folders (of *.json), and why others are left out: ({name: document}, [reason]).
+    """Return the results in files and folders, and why others are left out: ({name: document}, [reason]).
 
     A name is the GPU's; where several have the same GPU, the file's stands behind it. read: reads one file.
     """
     files, reasons, found = [], [], {}
     for path in map(Path, paths):
-        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+        files += in_folder(path) if path.is_dir() else [path]
     for path in (files := list(dict.fromkeys(path.absolute() for path in files)))[:MOST_FILES]:
         try:
             document = read(path)
@@ -165,6 +165,11 @@ def read_all(paths, read=read):
         more = (f"{name}, {number}" for number in itertools.count(2))
         named[name if name not in named else next(one for one in more if one not in named)] = document
     return named, reasons
+
+
+def in_folder(folder):
+    """Return what lies in a folder and may hold results, sorted: all but folders, unless called *.json, and names that begin with a dot."""
+    return sorted(path for path in Path(folder).glob("[!.]*") if path.suffix == ".json" or not path.is_dir())
 
 
 def _plain(text):
@@ -282,7 +287,8 @@ def _glance(document):
         for row in first_curve(tables[name]) if name.startswith("sweep_") and name in tables else ():
             if row["batch"] in (1, 32):
                 at = f"{curve_name(row)}, batch {row['batch']}"
-                seen[at] = f"{row['speedup']:.2f} times as fast ({time(row['eager_wall_us'])} eager, {time(row['graph_wall_us'])} as a graph)"
+                seen[at] = (f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f}) times as fast, "
+                            f"{time(row['eager_wall_us'])} eager, {time(row['graph_wall_us'])} as a graph")
     return {what: str(value) for what, value in seen.items() if value is not None}
 
 

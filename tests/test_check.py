@@ -1,5 +1,8 @@
 """Checks take any right answer, name what is off about a wrong one, and know an untouched stub when they see it."""
 
+from decimal import Decimal
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -37,7 +40,8 @@ def test_guess_in_words(capsys):
 @pytest.mark.parametrize("answer, expected", [
     (100, 100.0), (101.9, 100), (np.float32(100), 100), (np.array([100]), 100), (Device(100.0), 100),
     ((1, 2), [1, 2]), (np.array([1.0, 2.0]), (1, 2)), (Device([[1], [2]]), [[1], [2]]), (" Graph", "graph"),
-    (True, True), (np.bool_(False), False), (0, 0)])
+    (True, True), (np.bool_(False), False), (0, 0), (Fraction(200, 2), 100), (Decimal("99.5"), 100), ({"a": 1, "b": Fraction(2)}.values(), [1, 2]),
+    ({1: "a", 2: "b"}.keys(), [1, 2])])
 def test_any_right_answer_is_correct(capsys, answer, expected):
     assert said(capsys, check.value, "x", answer, expected) == "✓ correct: x\n"
 

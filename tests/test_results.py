@@ -127,14 +127,15 @@ def test_mangled_files_are_read_or_refused_and_nothing_else(document, kept):
 
 
 def test_a_folder_is_read_and_what_is_left_out_is_named(document, kept, tmp_path):
-    kept(document), kept(document, "b.json"), kept("{", "c.json"), kept("{", "not-read.txt")
+    kept(document), kept(document, "b.json"), kept("{", "c.json"), kept("no results", "list.txt"), kept("{", ".part")
     os.mkfifo(tmp_path / "e.json")
     (tmp_path / "f.json").mkdir()
     document["machine"]["torch"] = "2.13.0"
     kept(document, "d.json")
     found, reasons = results.read_all([tmp_path, tmp_path / "a.json", tmp_path / "none.json"])
     assert list(found) == ["NVIDIA H200 (a)", "NVIDIA H200 (d)"]  # one path named twice is one file
-    assert [reason.partition(":")[0] for reason in reasons] == [f"{name}.json is left out" for name in ("b", "c", "e", "f", "none")]
+    assert [reason.partition(":")[0] for reason in reasons] == [
+        f"{name} is left out" for name in ("b.json", "c.json", "e.json", "f.json", "list.txt", "none.json")]
     assert "the same as a.json" in reasons[0] and reasons[2].endswith("it is no file")
 
 
@@ -192,7 +193,7 @@ def test_side_by_side_shows_what_was_measured_and_leaves_out_what_was_not(docume
     table = results.side_by_side({"one": document, "two": other})
     cost, llama = (next(values for name, values in table.items() if word in name) for word in ("PyTorch", "Llama"))
     row = results.first_curve(document["tables"]["sweep_llama"])[0]
-    assert llama[0].startswith(f"{row['speedup']:.2f} times as fast (") and llama[1] == ""
+    assert llama[0].startswith(f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to ") and llama[1] == ""
     assert table["one launch, by PyTorch"][1] == "" and table["one launch, by PyTorch"][0].endswith(" µs") and cost
     assert table["measured"][1] == f"2020-01-01 to {document['measured_until']}, live, by an earlier version"
 
@@ -254,7 +255,7 @@ def test_check_answers_with_its_exit_status(here, document, capsys):
 
 def test_check_never_takes_a_recording_for_a_measurement(here, document, capsys):
     (here / "now.json").write_text(json.dumps(document))
-    assert cli.main(["report", "--check", "now.json"]) == 1
+    assert cli.main(["report", "--check", "now.json"]) == cli.main(["report", "--check", "no.json"]) == 2
     assert "--check measures here, and nothing is measured" in capsys.readouterr().err
 
 
@@ -263,7 +264,7 @@ def test_an_interrupted_or_partly_failed_run_never_counts_as_agreement(here, doc
     tables = {"sweep_mlp": experiments.sweep_mlp()}
     monkeypatch.setattr(cli.recordings, "tables_are_live", lambda: True)
     monkeypatch.setattr(cli.results, "gather", lambda names: (tables, missing))
-    for missing, status in (({"sweep_gpt2": "interrupted"}, 130), ({"sweep_gpt2": "out of memory"}, 1), ({}, 0)):
+    for missing, status in (({"sweep_gpt2": "interrupted"}, 130), ({"sweep_gpt2": "out of memory"}, 2), ({}, 0)):
         assert cli.main(["report", "--check", "now.json"]) == status
         assert "that were measured before are not in the second run" in capsys.readouterr().out
     missing = {"sweep_gpt2": "interrupted"}
@@ -292,9 +293,13 @@ def test_compare_prints_writes_a_board_and_names_what_it_leaves_out(here, docume
     document["machine"]["gpu"], document["verdicts"]["share"]["verdict"] = "NVIDIA L4", claims.HOLDS
     (here / "sent" / "b.json").write_text(json.dumps(document))
     (here / "sent" / "c.json").write_text("{}")
+    (here / "sent" / "d.txt").write_text("later")
+    (here / "sent" / ".e.json.part").write_text("{")
     assert cli.main(["compare", "sent", "--out", "new/board.html"]) == 0
     told = capsys.readouterr()
     assert "NVIDIA H200" in told.out and "NVIDIA L4" in told.out and "c.json is left out" in told.err
+    assert "d.txt is left out" in told.err and "part" not in told.err and "--out" not in told.out
     assert "share: does not hold here (NVIDIA H200); holds (NVIDIA L4)" in told.out
     assert "c.json is left out" in (here / "new" / "board.html").read_text()
+    assert cli.main(["compare", "sent"]) == 0 and "drawn: --out PAGE.html" in capsys.readouterr().out
     assert cli.main(["compare", "none"]) == 1 and "no results to compare" in capsys.readouterr().err

@@ -36,7 +36,7 @@ class BoardModel(HasTraits):
     def _look(self):
         """Return {name: (bytes, time of the last change)} of the files that would be read; {} where there is no folder."""
         found = {}
-        for path in self.folder.glob("*.json"):
+        for path in results.in_folder(self.folder):
             found[path.name] = None
             with contextlib.suppress(OSError):  # a link that leads nowhere, or a file that goes just now
                 found[path.name] = path.stat().st_size, path.stat().st_mtime_ns
