@@ -7,6 +7,7 @@ A rule is a pure function of a table and returns (does it hold, does it with lim
 import textwrap
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 HOLDS, LIMITS, FAILS = "holds", "holds with limits", "does not hold here"
 OUTDATED, UNKNOWN = "outdated", "not measured"
@@ -216,6 +217,23 @@ def _when(table, small=4, late=32):
             f"narrower one gains more at batch 1 to {small} in {deeper.sum()}.")
 
 
+def _benchmark(table, size, batch, low, high):
+    rows = table[(table["size"] == size) & (table["batch"] == batch)].set_index("way")
+    ours, once = rows.loc["in rounds"], rows.loc["one loop each"]
+    least, r, most = ours[["speedup_low", "speedup", "speedup_high"]]
+    side = "lies in that range" if low <= r <= high else "is more than that" if r > high else "is less than that"
+    return (low <= r <= high, least <= high and most >= low, (r, least, most), "times as fast",
+            f"{ours['model']}, batch {batch}: {r:.2f} times as fast in rounds ({least:.2f} to {most:.2f}), which {side}; "
+            f"{once['speedup']:.2f} by one loop each, as the article measures.")
+
+
+def _benchmark_claim(size, batch, low, high):
+    return Claim(f"bench-{size}-{batch}", f"A {size} model at batch {batch} becomes {low:g} to {high:g} times as fast.", "50",
+                 "article_benchmark", "holds when the speedup lies in that range, with limits when only its interval reaches into it.",
+                 "Take no speedup from an article: it depends on how fast your CPU sends and how long your kernels are.",
+                 partial(_benchmark, size=size, batch=batch, low=low, high=high))
+
+
 CLAIMS = {claim.id: claim for claim in (
     Claim("launch-cost", "Launching one kernel costs the CPU 5 to 10 µs.", "10", "launch_cost",
           "holds when the driver's call and PyTorch's whole cost, the middle of each, both lie in 5 to 10 µs, with limits when one does.",
@@ -281,4 +299,5 @@ CLAIMS = {claim.id: claim for claim in (
           "scorecard asks transformers alone, lab 40 other networks too.",
           "Short kernels keep the gain, to larger batches too. More layers of one width save more time; that alone is no larger speedup.",
           _when),
+    _benchmark_claim("small", 1, 1.3, 1.8), _benchmark_claim("large", 1, 1.1, 1.3), _benchmark_claim("large", 32, 1.02, 1.05),
 )}
