@@ -1,14 +1,11 @@
-"""What a model shares is read once: keys and values by the heads that ask for them, an input by the layers that multiply it."""
+"""Keys and values that heads of attention share are read once."""
 
-import collections
 import contextlib
 import functools
-import itertools
 import threading
 import warnings
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -76,91 +73,3 @@ def _tried_shared(dtype, device, masks, places, width):
     except RuntimeError:  # not half precision, an older GPU, a width that it does not take
         return False
     return True
-
-
-class JoinedProjections:
-    """A context in which linear layers that multiply the same input do so in one product: q, k and v, and gate and up.
-
-    model: its weights stay what they are, but those of such layers become parts of one tensor. Joined are plain nn.Linear
-    without bias, of one dtype and on one device, whose weights are nobody else's. One that gets another input than its
-    neighbours (encoded text, say), or is to learn, multiplies by itself; only, no input may be written into between them.
-    Copies of the model, and what is saved of it, are not joined. Raises ValueError for a model without such layers, and on
-    entering where weights were moved or replaced since. Attributes: joined (the products that there are in place of more).
-    """
-
-    TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-
-    def __init__(self, model):
-        self.entered, self.joined, self._weights = 0, [], []
-        uses = collections.Counter(_store(weight) for module in model.modules() for weight in module._parameters.values())
-        for module, names in itertools.product(list(model.modules()), self.TOGETHER):
-            layers = [getattr(module, name, None) for name in names]
-            if _can_be_joined(layers, uses):
-                self.joined.append(_Joined(layers, self))
-                self._weights += [layer._parameters for layer in layers]
-                uses.update(_store(layer.weight) for layer in layers)  # one of them may stand in another module, too
-        if not self.joined:
-            raise ValueError(f"{type(model).__name__} has no projections to join: they are named otherwise, have a bias, or are joined already")
-        self._pointers = [weights["weight"].data_ptr() for weights in self._weights]
-
-    def __enter__(self):
-        now = [weights["weight"].data_ptr() if "weight" in weights else None for weights in self._weights]
-        if now != self._pointers:
-            raise ValueError("weights were moved or replaced since their projections were joined: join them again")
-        self.entered += 1
-
-    def __exit__(self, *_):
-        self.entered -= 1
-        for one in self.joined:
-            one.given = None, {}
-
-
-def _can_be_joined(layers, uses):
-    """Say whether layers are plain linear ones of one kind, whose weights are nobody else's by `uses`: {where one lies: how often}."""
-    if not all(type(layer) in (nn.Linear, _Part) and layer.bias is None and _store(layer.weight) for layer in layers):
-        return False
-    weights = [layer.weight for layer in layers]
-    mine = collections.Counter(map(_store, weights))  # one store for several, if they were joined before
-    return (all(uses[store] == times for store, times in mine.items()) and len({w.data_ptr() for w in weights}) == len(layers)
-            and len({(w.dtype, w.device, w.shape[1], w.is_inference()) for w in weights}) == 1)
-
-
-def _store(weight):
-    """Return where in memory a weight lies, the same for weights that share it; 0 for one of a peculiar kind."""
-    return weight.untyped_storage().data_ptr() if type(weight) is nn.Parameter and weight.layout == torch.strided else 0
-
-
-class _Joined:
-    """The one weight of linear layers, whose own become parts of it, in place; and what it last gave: (input, {part: product})."""
-
-    @torch.no_grad()
-    def __init__(self, layers, switch):
-        self.switch, self.given, self.sizes = switch, (None, {}), [layer.out_features for layer in layers]
-        with torch.inference_mode(layers[0].weight.is_inference()):  # parts are of the kind that their layers' weights are
-            self.weight = torch.cat([layer.weight for layer in layers])
-            for i, (layer, weight) in enumerate(zip(layers, self.weight.split(self.sizes))):
-                layer.weight.data = weight
-                layer.__class__, layer.part, layer.joined = _Part, i, self
-
-    def __call__(self, x, part):
-        """Return the product of x with one of the weights, multiplied for all of them with the first."""
-        given, products = self.given
-        mine = products.pop(part, None) if given is x else None
-        if mine is None:
-            products = dict(enumerate(nn.functional.linear(x, self.weight).split(self.sizes, -1)))
-            mine, self.given = products.pop(part), (x, products)
-        if not products:
-            self.given = None, {}
-        return mine
-
-    def __reduce__(self):
-        return type(None), ()  # a copy of a model has weights of its own
-
-
-class _Part(nn.Linear):
-    """One of several linear layers that, within the context, multiply together."""
-
-    def forward(self, x):
-        if self.joined is None or not self.joined.switch.entered or torch.is_grad_enabled() and self.weight.requires_grad:
-            return super().forward(x)
-        return self.joined(x, self.part)

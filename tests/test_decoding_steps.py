@@ -76,6 +76,7 @@ def test_the_ladder_has_every_rung_and_its_share_of_the_floor(gpu):
         captured = row["rung"].endswith("captured") or row["rung"] == decoding_steps.READ_ONCE
         assert row["share"] == pytest.approx(row["floor_us"] / row["wall_us"], rel=0.01) and row["share_low"] < row["share"] < row["share_high"]
         assert [row[key] for key in ("nodes", "capture_s", "pool_mib", "kernels_us")] == ([3, 0.5, 1.0, 2.0] if captured else [None] * 4)
+        assert row["same_tokens"] == (row["batch"] if captured else None)
         assert row["longest"] == ([["a kernel", 1, 2.0]] if captured else [])
     assert "NaN" not in json.dumps(rows)
 
@@ -109,7 +110,7 @@ def test_a_compiled_step_can_be_watched_and_is_compiled_once(monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend="eager", dynamic=False))
     step = decode.DecodeStep(architectures.tiny_model("llama"), batch=2, context=9)
-    ids, call = torch.ones(2, 1, dtype=torch.long), decoding_steps._compiled(step, decoding_steps._joined(step.model))
+    ids, call = torch.ones(2, 1, dtype=torch.long), decoding_steps._compiled(step)
     torch.compiler.reset(), counters.clear()
     with torch.inference_mode(), torch.autocast("cpu", enabled=False, cache_enabled=False):
         assert torch.equal(call(ids), step(ids))

@@ -1,6 +1,5 @@
 """Decoding with language models: what a pass costs, the ladder down to the memory limit, which architectures replay. Times in µs."""
 
-import contextlib
 import re
 
 from labkit.experiments.registry import EXPERIMENTS, as_pair, cells, experiment, in_child, walls
@@ -81,7 +80,8 @@ def decode_ladder():
 def ladder_gpt2():
     """Time a decode step of GPT-2 on each rung, from what people run to the floor: its bytes at the speed of a large sum.
 
-    A row for each batch, context and rung: its time, its share of the floor, and of a captured one its kernels, nodes, capture and pool.
+    A row for each batch, context and rung: its time, its share of the floor, and of a captured one its kernels, nodes, capture and
+    pool, and same_tokens, for how many of the batch it picks the token that the eager step picks.
     """
     return _ladder("GPT-2")
 
@@ -111,16 +111,15 @@ def _ladder(name):
     from labkit import models
 
     model, rows = _language(name), []
-    joined = _joined(model)
     big = torch.ones(min(2**31, torch.cuda.mem_get_info()[0] // 8), device="cuda", dtype=torch.float16)
     points = [(batch, context) for context in SPAN[name] for batch in LADDER_BATCHES]
     with _no_autocast():
         for batch, context in tqdm(points, desc=name, unit="point", leave=False):
             try:
-                rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, joined, batch, context, big)]
+                rows += [{"model": name, "batch": batch, "context": context, **row} for row in _rungs(model, batch, context, big)]
             except (models.TooLarge, torch.OutOfMemoryError) as error:
                 print(f"Left out: batch {batch}, context {context:,}: {str(error).partition('. ')[0]}")
-    del model, joined, big  # all of which hold weights that the child needs room for
+    del model, big  # all of which hold weights that the child needs room for
     torch.cuda.empty_cache()
     done = [point for point in points if any((row["batch"], row["context"]) == point for row in rows)]
     worked = in_child(_ladder_kernels, {"name": name, "points": done}, 500)
@@ -135,20 +134,21 @@ def _no_autocast():
     return torch.autocast("cuda", enabled=False, cache_enabled=False)
 
 
-def _rungs(model, joined, batch, context, big):
+def _rungs(model, batch, context, big):
     """Return a row for each rung of one step, all timed in the same rounds, and for the floor's reading."""
     import torch
 
     from labkit import decode, timing
     from labkit.experiments.sweeps import _work
 
-    step, calls, made = _captured_rungs(model, joined, batch, context)
+    step, calls, made = _captured_rungs(model, batch, context)
     calls = {GROWING: decode.GrowingStep(model, batch, context), STATIC: step, **calls}
     calls, ids = {rung: calls[rung] for rung in RUNGS if rung in calls}, _ids(model, batch, 1)
     with torch.inference_mode():
         both = timing.compare({**{name: (lambda call=call: call(ids)) for name, call in calls.items()}, "read": big.sum},
                               budget_s=6 if COMPILED in calls else 2, target=0,
                               without_gpu={GROWING, STATIC, COMPILED})
+        same = {rung: int((graph(ids) == step(ids)).sum()) for rung, graph in made.items()}
     work = _work(step, ids, context)
     rows = []
     for rung in calls:
@@ -159,11 +159,12 @@ def _rungs(model, joined, batch, context, big):
                      **cells("share", timing.Spread(*(scale * end for end in (floor.median, floor.low, floor.high)), ())),
                      "gpu_us": found.gpu_us.median if graph else None, "nodes": len(graph.nodes) if graph else None,
                      "capture_s": graph.capture_seconds if graph else None, "pool_mib": graph.pool_bytes / 2**20 if graph else None,
+                     "same_tokens": same.get(rung),
                      "rounds": found.rounds, "samples": {"wall_us": found.wall_us.samples}})
     return rows
 
 
-def _captured_rungs(model, joined, batch, context):
+def _captured_rungs(model, batch, context):
     """Return a decode step, what runs it as a graph, and compiled where that is asked for: {rung: callable}, {rung: graph}."""
     import torch
 
@@ -175,7 +176,7 @@ def _captured_rungs(model, joined, batch, context):
         made[READ_ONCE] = graphs.GraphedCallable(_reading_once(step), ids)
     if (batch, context) in COMPILED_AT:
         torch.compiler.reset()
-        compiled = _compiled(step, joined)
+        compiled = _compiled(step)
         try:
             with torch.inference_mode():
                 compiled(ids)
@@ -183,16 +184,6 @@ def _captured_rungs(model, joined, batch, context):
         except Exception as error:  # whatever a compiler may raise
             print(f"Left out: {COMPILED}: {str(error).partition(chr(10))[0]}")
     return step, {**made, **calls}, made
-
-
-def _joined(model):
-    """Return a context in which projections of the same input are one product; one that does nothing where they are already."""
-    from labkit import sharing
-
-    try:
-        return sharing.JoinedProjections(model)
-    except ValueError:
-        return contextlib.nullcontext()
 
 
 def _reading_once(step):
@@ -206,11 +197,8 @@ def _reading_once(step):
     return reading_once
 
 
-def _compiled(step, joined):
-    """Return a decode step with kernels by torch.compile, one product for all that multiply the same input.
-
-    It is rewound outside of what is compiled, else each layer would get kernels of its own.
-    """
+def _compiled(step):
+    """Return a decode step with kernels by torch.compile; rewound outside of it, else each layer would get kernels of its own."""
     import torch
 
     from labkit import sharing
@@ -223,7 +211,7 @@ def _compiled(step, joined):
 
     def compiled_step(ids):
         step.lengths.fill_(step.context - 1)
-        with sharing.keys_read_once(), joined:
+        with sharing.keys_read_once():
             return run(ids)
 
     return compiled_step
@@ -236,12 +224,11 @@ def _ladder_kernels(name, points):
     from labkit import models, trace
 
     model, found = _language(name), []
-    joined = _joined(model)
     for batch, context in points:
         made, ids = {}, _ids(model, batch, 1)
         try:
             with _no_autocast():
-                made = _captured_rungs(model, joined, batch, context)[2]
+                made = _captured_rungs(model, batch, context)[2]
             with torch.inference_mode():
                 traced = trace.record_each({rung: (lambda graph=graph: graph(ids)) for rung, graph in made.items()}, calls_before=2)
             found.append({rung: _kernels(traced[rung]) for rung in made})
