@@ -29,5 +29,5 @@ def keep(torch):
     """Let torch take no more than LABKIT_GPU_SHARE of the GPU's memory: from now on or, where CUDA has not started, once it starts."""
     from labkit import machine
     with contextlib.suppress(ValueError):  # a wrong setting, which the banner names
-        if (share := machine.share_of_memory()) < 1:
+        if (share := machine.share_of_memory()) < 1 and hasattr(torch, "cuda"):  # a learner's torch.py has none
             torch.cuda._lazy_call(lambda: torch.cuda.set_per_process_memory_fraction(share))

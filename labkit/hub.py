@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import sys
@@ -149,25 +150,35 @@ def copy_labs(labs, home):
 def own_python(home):
     """Give a learner home/env, a Python over this install: what they install stays there. Returns the {name: value} that select it.
 
-    The server itself goes on without it, so nothing that a learner installs keeps it from starting.
+    The server itself goes on without it, so nothing that a learner installs keeps it from starting. What is no environment, and
+    lies where one is wanted, gets another name.
     """
     env = home / "env"
+    try:
+        _make_python(env)
+    except (ValueError, FileExistsError, IsADirectoryError, NotADirectoryError):
+        env.rename(home / f"env-{secrets.token_hex(4)}")
+        _make_python(env)
+    return {"PATH": os.pathsep.join([f"{env}/bin", os.environ["PATH"]]),
+            "JUPYTER_PATH": os.pathsep.join(f"{prefix}/share/jupyter" for prefix in (env, sys.prefix))}
+
+
+def _make_python(env):
     for old in env.glob("bin/python*"):
-        old.unlink()  # this hub's Python may be another than the last one's
+        if re.fullmatch(r"python[\d.]*", old.name):  # and none that a learner installed
+            old.unlink()  # this hub's Python may be another than the last one's
     venv.create(env, symlinks=True)
     site = sysconfig.get_path("purelib", "venv", {"base": str(env)})
     install.link(Path(labkit.__file__).parents[1], *install.packages(), site=site)
     Path(site, "labkit-share.pth").write_text("import labkit.allowance; labkit.allowance.watch()\n")  # after labkit-base.pth
     for name in ("pip", "pip3"):
-        (env / "bin" / name).write_text(f'#!/bin/sh\nexec "{env}/bin/python" -m pip "$@"\n')
+        (env / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(f"{env}/bin/python")} -m pip "$@"\n')
         (env / "bin" / name).chmod(0o755)
     kernel = env / "share/jupyter/kernels/python3"
     kernel.mkdir(parents=True, exist_ok=True)
     (kernel / "kernel.json").write_text(json.dumps({
         "argv": [f"{env}/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": "Python 3 (ipykernel)", "language": "python", "metadata": {"debugger": True}}))
-    return {"PATH": os.pathsep.join([f"{env}/bin", os.environ["PATH"]]),
-            "JUPYTER_PATH": os.pathsep.join(f"{prefix}/share/jupyter" for prefix in (env, sys.prefix))}
 
 
 def least_loaded(taken):

@@ -333,6 +333,30 @@ def test_a_learners_python_is_made_anew_and_keeps_what_they_installed(tmp_path):
     assert own_python(tmp_path, "import labkit, mine; print(labkit.__file__)").split() == [notebook.__file__.replace("notebook", "__init__")]
 
 
+def test_a_learners_pip_works_whatever_the_folder_is_called_and_what_it_puts_there_stays(tmp_path):
+    home = tmp_path / "a $HOME's \"q\" `x`"
+    hub.own_python(home)
+    (tool := home / "env/bin/python-tool").touch()
+    hub.own_python(home)
+    said = subprocess.run([home / "env/bin/pip", "--version"], capture_output=True, text=True)
+    assert said.stdout.startswith("pip ") and tool.exists()
+
+
+@pytest.mark.parametrize("place, make", [("env", Path.touch), ("env", lambda path: path.symlink_to("nowhere")), ("env/bin/python", Path.mkdir),
+                                         ("env/share", Path.touch), ("env/bin", Path.touch)])
+def test_what_lies_where_a_learners_python_is_wanted_gets_another_name(tmp_path, place, make):
+    (path := tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    make(path)
+    assert own_python(tmp_path, "print(1)") == "1\n"
+    [kept] = tmp_path.glob("env-*")
+    assert os.path.lexists(kept / Path(place).relative_to("env"))
+
+
+def test_a_learners_own_torch_is_imported_as_it_is(tmp_path):
+    (tmp_path / "torch.py").write_text("mine = 1")
+    assert own_python(tmp_path / "ada", "import torch; print(torch.mine)", LABKIT_GPU_SHARE="0.25", PYTHONPATH=str(tmp_path)) == "1\n"
+
+
 @pytest.mark.parametrize("share, limits", [("0.25", "[0.25]"), ("1", "[]"), ("a quarter", "[]")])
 def test_torch_keeps_to_the_share_without_a_banner_too(tmp_path, share, limits):
     (tmp_path / "torch").mkdir()
