@@ -397,17 +397,18 @@ def main(argv=None):
         parser().error(f"unknown: {' '.join(others)}")
     args.jupyter = others
     os.environ.update(machine.writable_environment())
+    trouble = 2 if args.command == "report" and args.check else 1  # 1 says that two runs disagree
     try:
         if (wrong := machine.wrong_settings()) and args.command != "doctor":
             raise Refusal(wrong)
         return args.fn(args) or 0
     except (Refusal, HubError, RecordingError, results.ResultsError, notebooks.BuildError, machine.NoGPU, OSError) as error:
         print(f"labkit: {error}", file=sys.stderr)
-        return 2 if args.command == "report" and args.check else 1  # 1 says that two runs disagree
+        return trouble
     except ModuleNotFoundError as error:
         print(f"labkit: {error.name} is not installed: `make lab` with a network installs it, or "
               f"{sys.executable} -m pip install {error.name}", file=sys.stderr)
-        return 1
+        return trouble
     except KeyboardInterrupt:
         print("labkit: interrupted", file=sys.stderr)
         return 130

@@ -168,8 +168,9 @@ def read_all(paths, read=read):
 
 
 def in_folder(folder):
-    """Return what lies in a folder and may hold results, sorted: all but folders, unless called *.json, and names that begin with a dot."""
-    return sorted(path for path in Path(folder).glob("[!.]*") if path.suffix == ".json" or not path.is_dir())
+    """Return what lies in a folder and may hold results, *.json first: all but other folders, and names that begin with a dot."""
+    found = [path for path in Path(folder).glob("[!.]*") if path.suffix == ".json" or not path.is_dir()]
+    return sorted(found, key=lambda path: (path.suffix != ".json", path))
 
 
 def _plain(text):

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import random
+import sys
 
 import pytest
 
@@ -151,6 +152,8 @@ def test_names_never_cost_results_and_there_is_an_end(document, kept, tmp_path, 
     monkeypatch.setattr(results, "MOST_FILES", 1)
     found, reasons = results.read_all([tmp_path])
     assert len(found) == 1 and reasons == ["1 files are left out: 1 are looked at"]
+    kept("a picture", "IMG_1.png")
+    assert len(results.read_all([tmp_path])[0]) == 1  # whatever else lies there
 
 
 def test_file_names_cannot_do_harm(document, kept, tmp_path):
@@ -251,6 +254,13 @@ def test_check_answers_with_its_exit_status(here, document, capsys):
     told = capsys.readouterr().out.splitlines()[-2:]
     assert told[0].startswith("sweep_mlp: model mlp, layers 24, width 1024, length 1, precision float32, batch 1: speedup ")
     assert told[1].startswith("1 of ") and told[1].endswith(f"do not overlap; changed: driver {driver} -> 999.0.")
+
+
+def test_check_says_nothing_of_two_runs_where_something_is_not_installed(here, document, monkeypatch):
+    (here / "now.json").write_text(json.dumps(document))
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    assert cli.main(["report", "--check", "now.json", "--after", "now.json"]) == 2
+    assert cli.main(["compare", "now.json"]) == 1
 
 
 def test_check_never_takes_a_recording_for_a_measurement(here, document, capsys):
