@@ -217,9 +217,9 @@ def record(args):
 def report(args):
     """Write one HTML page: every claim judged, charts, machine, method, tables; or (--check) hold two runs against each other."""
     from labkit import report
-    if args.after and not args.check:
+    if args.after is not None and args.check is None:
         raise Refusal("--after goes with --check BEFORE")
-    if args.check:
+    if args.check is not None:  # one that is empty is no file, and says so
         return check(args)
     _writable(args.out)
     tables, missing = _tables(args.names)
@@ -230,10 +230,10 @@ def report(args):
 def check(args):
     """Say which speedups of two runs on one machine have intervals that do not overlap; 1 if there are any, 2 where it cannot be said."""
     before = results.read(args.check)
-    if not args.after and not recordings.tables_are_live():
+    if args.after is None and not recordings.tables_are_live():
         raise Refusal(f"--check measures here, and nothing is measured: {machine.mode().reason}; --after FILE compares two files")
-    tables, missing = ({}, {}) if args.after else _tables(args.names or results.sent())
-    after = results.read(args.after) if args.after else results.collect(tables)
+    tables, missing = _tables(args.names or results.sent()) if args.after is None else ({}, {})
+    after = results.collect(tables) if args.after is None else results.read(args.after)
     shared, lost, apart = results.disagreements(before, after)
     changed = [f"{name} {before['machine'].get(name)} -> {after['machine'].get(name)}" for name in ("driver", "cuda", "torch")
                if before["machine"].get(name) != after["machine"].get(name)]
@@ -397,7 +397,7 @@ def main(argv=None):
         parser().error(f"unknown: {' '.join(others)}")
     args.jupyter = others
     os.environ.update(machine.writable_environment())
-    trouble = 2 if args.command == "report" and args.check else 1  # 1 says that two runs disagree
+    trouble = 2 if args.command == "report" and args.check is not None else 1  # 1 says that two runs disagree
     try:
         if (wrong := machine.wrong_settings()) and args.command != "doctor":
             raise Refusal(wrong)

@@ -256,6 +256,14 @@ def test_check_answers_with_its_exit_status(here, document, capsys):
     assert told[1].startswith("1 of ") and told[1].endswith(f"do not overlap; changed: driver {driver} -> 999.0.")
 
 
+def test_check_takes_no_empty_name_for_none(here, document, monkeypatch, capsys):
+    (here / "now.json").write_text(json.dumps(document))
+    monkeypatch.setattr(cli.recordings, "tables_are_live", lambda: True)
+    monkeypatch.setattr(cli.results, "gather", lambda names: pytest.fail("it measures"))
+    assert cli.main(["report", "--check", ""]) == cli.main(["report", "--check", "now.json", "--after", ""]) == 2
+    assert capsys.readouterr().err.count("it is no file") == 2
+
+
 def test_check_says_nothing_of_two_runs_where_something_is_not_installed(here, document, monkeypatch):
     (here / "now.json").write_text(json.dumps(document))
     monkeypatch.setitem(sys.modules, "jsonschema", None)
