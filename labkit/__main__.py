@@ -223,7 +223,8 @@ def report(args):
         return check(args)
     _writable(args.out)
     tables, missing = _tables(args.names)
-    _keep(args.out or _new("report", results.machine_of(tables), ".html"), report.page(tables, missing))
+    out = Path(args.out or _new("report", results.machine_of(tables), ".html"))
+    _keep(out, report.page(tables, missing, out.parent))
     return _interrupted(missing)
 
 
@@ -272,7 +273,7 @@ def compare(args):
     for id, verdicts in results.apart(found).items():
         print(f"{id}: {'; '.join(map('{} ({})'.format, verdicts, found))}")
     if args.out:
-        _keep(args.out, report.board(found, left_out))
+        _keep(args.out, report.board(found, left_out, Path(args.out).parent))
     else:
         print("The whole curves, drawn: --out PAGE.html")
 

@@ -21,9 +21,10 @@ MACHINE = {"gpu": "GPU", "sm_count": "multiprocessors", "memory_gib": "memory (G
            "os": "system", "python": "Python", "torch": "PyTorch", "transformers": "transformers", "labkit": "labkit"}
 
 
-def page(tables, missing=None):
+def page(tables, missing=None, folder="."):
     """Return the report on {experiment: table} as HTML; `missing` says why others are not in it: {experiment: reason}.
 
+    folder: where the page will lie: it links to the labs in `notebooks` there, and nowhere else.
     Raises results.ResultsError for a page of more than LARGEST bytes.
     """
     told = [table.attrs["provenance"] for table in tables.values()]
@@ -37,28 +38,27 @@ def page(tables, missing=None):
                 pictures.append(_picture(draw(*(tables[name] for name in wanted)), wanted))
             except (ValueError, KeyError) as error:  # a table without what this picture shows
                 reasons.setdefault(" and ".join(wanted), str(error).splitlines()[0])
-    return _filled("report.html", title=f"CUDA Graphs on {about['gpu']}", labels=list(dict.fromkeys(one["label"] for one in told)),
+    return _filled("report.html", folder, title=f"CUDA Graphs on {about['gpu']}", labels=list(dict.fromkeys(one["label"] for one in told)),
                    machine={name: about[key] for key, name in MACHINE.items() if about.get(key) is not None}, verdicts=verdicts,
                    unknown=unknown, marks=MARKS, counts=Counter(v.verdict for v in verdicts), say=number, pictures=pictures, traced="step_trace" in tables,
                    method=_method(tables), tables=list(map(_download, tables.values(), tables)), missing=reasons)
 
 
-def board(documents, left_out=()):
-    """Return {name: results} side by side as HTML, with what was left out and why; ResultsError for more than LARGEST bytes."""
+def board(documents, left_out=(), folder="."):
+    """Return {name: results} side by side as HTML, with what was left out and why; folder and errors as of `page`."""
     pictures = []
     for name in results.TABLES:
         if name.startswith("sweep_") and (drawn := speedups(documents, name)):
             chart, others = drawn
             pictures.append(_picture(chart, (name,), others))
     verdicts = [(claim, [document["verdicts"].get(id) for document in documents.values()]) for id, claim in claims.CLAIMS.items()]
-    return _filled("board.html", title="CUDA Graphs on several GPUs", names=list(documents), marks=MARKS, say=number, pictures=pictures,
+    return _filled("board.html", folder, title="CUDA Graphs on several GPUs", names=list(documents), marks=MARKS, say=number, pictures=pictures,
                    labels=["as their owners sent them: their numbers are not ours"],
                    glance=results.side_by_side(documents), verdicts=verdicts, left_out=list(left_out))
 
 
-def _filled(template, **given):
-    notebooks = Path(__file__).parents[1] / "notebooks"
-    labs = {path.name[:2]: f"notebooks/{path.name}" for path in notebooks.glob("[0-9]*.ipynb")}
+def _filled(template, folder, **given):
+    labs = {path.name[:2]: f"notebooks/{path.name}" for path in Path(folder, "notebooks").glob("[0-9]*.ipynb")}
     written = TEMPLATES.get_template(template).render(labs=labs, today=datetime.date.today().isoformat(), version=__version__, **given)
     if (size := len(written.encode())) > LARGEST:
         raise results.ResultsError(f"the page would take {size / 2**20:.1f} MiB, and a page takes at most {LARGEST >> 20}: put less on it")

@@ -24,7 +24,7 @@ def tables():
 
 @pytest.fixture(scope="module")
 def page(tables):
-    return report.page(tables, {"moon_sweep": "out of <b>memory</b>"})
+    return report.page(tables, {"moon_sweep": "out of <b>memory</b>"}, build.NOTEBOOKS.parent)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def board(tables):
     two = copy.deepcopy(one)
     two["machine"]["gpu"] = "NVIDIA L4"
     del two["verdicts"]["share"], two["tables"]["sweep_llama"]
-    return report.board({"NVIDIA H200": one, "NVIDIA L4": two}, ["x.json is left out: <i>why</i>"])
+    return report.board({"NVIDIA H200": one, "NVIDIA L4": two}, ["x.json is left out: <i>why</i>"], build.NOTEBOOKS.parent)
 
 
 class Elements(HTMLParser):
@@ -90,6 +90,11 @@ def test_a_page_holds_all_it_shows_and_runs_nothing(which, request):
     assert labs and all((build.NOTEBOOKS.parent / link).is_file() for link in labs)  # what nothing is fetched for until it is clicked
     assert not [name for _, attrs in elements.tags for name in attrs if name.startswith("on")]
     assert re.search(r"default-src 'none'", html) and len(html.encode()) < report.LARGEST
+
+
+def test_a_page_that_lies_elsewhere_links_to_no_lab(tables, tmp_path):
+    html = report.page({"launch_cost": tables["launch_cost"]}, folder=tmp_path)
+    assert ".ipynb" not in html and "launch-cost, lab 10" in html
 
 
 def test_what_is_missing_or_left_out_is_named_and_its_markup_is_only_text(page, board):
