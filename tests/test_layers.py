@@ -1,6 +1,7 @@
 """The house rules of imports: rooms import only rooms below them, and few of them know torch or widgets."""
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -81,3 +82,15 @@ def test_recorded_labs_need_no_torch():
     models = [f"explorers.{p.stem}" for p in FILES if p.parent.name == "explorers" and p.stem != "app"]
     imports = "; ".join(f"import labkit.{name}" for name in rooms + models)
     assert run(f"import sys; sys.modules['torch'] = None; {imports}; print('fine')") == ["fine"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("test_gpu*.py")), ids=lambda path: path.name)
+def test_what_gpu_tests_ask_of_rooms_is_there(path):  # as where no GPU is, nothing else would tell
+    pytest.importorskip("torch")
+    tree = ast.parse(path.read_text("utf-8"))
+    rooms = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+             and (node.module or "").startswith("labkit") for alias in node.names}
+    asked = {(rooms[node.value.id], node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+             and isinstance(node.value, ast.Name) and node.value.id in rooms}
+    modules = {name: importlib.import_module(name) for name, _ in asked if importlib.util.find_spec(name)}
+    assert not [f"{name}.{word}" for name, word in asked if name in modules and not hasattr(modules[name], word)]
