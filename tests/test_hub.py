@@ -159,6 +159,14 @@ def test_kernels_and_servers_that_nobody_uses_are_stopped(configured, minutes):
 
 
 @hub_needed
+def test_learners_find_packages_where_whoever_starts_the_class_does(configured, monkeypatch):
+    for name in ("PIP_INDEX_URL", "https_proxy", "PIP_TARGET", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "there")
+    kept = configured().Spawner.env_keep
+    assert {"PIP_INDEX_URL", "https_proxy"} <= set(kept) and not {"PIP_TARGET", "AWS_SECRET_ACCESS_KEY"} & set(kept)
+
+
+@hub_needed
 def test_who_is_no_longer_in_the_class_cannot_sign_in(configured):
     from jupyterhub.authenticators.shared import SharedPasswordAuthenticator
     before, config = configured(), configured()
