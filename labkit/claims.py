@@ -298,11 +298,11 @@ CLAIMS = {claim.id: claim for claim in (
           "Count what PyTorch does around a launch too: it is part of the price.", _launch_cost),
     Claim("hundreds", "One forward pass of a language model launches hundreds of kernels.", "10", ("step_trace", *SWEEPS[2:]),
           "holds when each step at batch 1 launches 100 to 999 kernels, with limits when some launch more, not when one launches fewer. "
-          "Lab 10 asks its transformer alone, the scorecard the language models of lab 40, too.",
+          "Lab 10 asks its transformer alone, lab 70 the language models of lab 40, too.",
           "Count the kernels of your own model: their number decides how much there is to save. Large ones launch more.", _hundreds),
     Claim("micro", "At batch 1 each kernel takes only microseconds.", "10", ("step_trace", *SWEEPS),
           "holds when 90 % of the kernels of all steps, taken together, take less than 10 µs, with limits when half of them do. Lab 10 "
-          "asks its transformer alone, the scorecard the networks of lab 40, too.",
+          "asks its transformer alone, lab 70 the networks of lab 40, too.",
           "Where kernels are this short, the CPU sets the pace. Wider models have longer ones, which take more of the time.",
           _micro),
     Claim("share", "Launch overhead takes 20 to 40 % of inference time at small batch.", "10", ("idle_sweep",),
