@@ -286,7 +286,7 @@ def _benchmark(table, size, batch, low, high):
 
 
 def _benchmark_claim(size, batch, low, high):
-    return Claim(f"bench-{size}-{batch}", f"A {size} model at batch {batch} becomes {low:g} to {high:g} times as fast.", "70",
+    return Claim(f"bench-{size}-{batch}", f"A {size} model at batch {batch} becomes {low:g} to {high:g} times as fast.", "50",
                  ("article_benchmark",), "holds when the speedup lies in that range, with limits when only its interval reaches into it.",
                  "Take no speedup from an article: it depends on how fast your CPU sends and how long your kernels are.",
                  partial(_benchmark, size=size, batch=batch, low=low, high=high))

@@ -1,10 +1,11 @@
-"""One decode step over rows that requests of different lengths join and leave, captured at a few batch sizes."""
+"""What a server replays: a decode step over rows that requests join and leave, and prefills of changing length, in pieces."""
 
 import contextlib
 import functools
 from collections import Counter
 
 import torch
+from torch.nn import functional as F
 from transformers.cache_utils import StaticLayer
 
 from labkit import decode, graphs, models
@@ -184,3 +185,128 @@ class BatchedDecoder:
 def _written(into, step):
     """Run a step and write its logits, (rows, vocabulary), to a place that stays."""
     into.copy_(step())
+
+
+class PiecewisePrefill:
+    """Run prompts through a Llama in one pass, all but attention replayed: its graphs know only how many tokens there are.
+
+    model: a LlamaForCausalLM of transformers. sizes: numbers of tokens to capture, the largest first, all in one memory pool;
+    each is a chain of graphs, one more than the model has layers. Between two graphs attention runs eagerly, prompt by
+    prompt, over the real tokens only. Above the largest size, and on the CPU, all runs eagerly. The weights have to stay
+    where they are: nothing looks. Attributes: chains, {size: (graphs, ids, positions, attended)}. Raises TypeError for
+    another model, ValueError for sizes, ids or lengths that are none, CaptureError like GraphedCallable.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model, sizes):
+        if type(model).__name__ != "LlamaForCausalLM":
+            raise TypeError(f"only a LlamaForCausalLM is cut into these pieces, not a {type(model).__name__}")
+        self.model, self.sizes, self.chains = model, sorted(set(sizes)), {}
+        self.places = torch.arange(most := model.config.max_position_embeddings, device=model.device)[None]
+        if not all(type(size) is int and 1 <= size <= most for size in self.sizes):
+            raise ValueError(f"sizes are whole numbers from 1 to {most:,}, the positions of this model, not {self.sizes}")
+        for size in reversed(self.sizes if model.device.type == "cuda" else []):
+            self.chains[size] = self._captured(size)
+
+    def _captured(self, size):
+        ids, positions = torch.zeros_like(self.places[:, :size]), self.places[:, :size].clone()
+        attended, chain = self._room_for(size), []
+
+        def capture(*piece):
+            pool = next((made[0].pool for made, *_ in self.chains.values()), chain[0].pool if chain else None)
+            chain.append(graphs.GraphedCallable(functools.partial(_piece_of, self.model, *piece), clone=False, pool=pool))
+            return chain[-1].outputs
+
+        _in_pieces(self.model, capture, ids, positions, lambda *_: attended)
+        return chain, ids, positions, attended
+
+    def _room_for(self, tokens):
+        weight = self.model.model.layers[0].self_attn.o_proj.weight
+        return torch.zeros(1, tokens, weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+    @torch.inference_mode()
+    def __call__(self, ids, lengths):
+        """Return the logits of the last token of each prompt, (prompts, vocabulary); ids: all prompts in a row, (1, tokens)."""
+        size = at_least(self.sizes, ids.shape[-1])
+        if size not in self.chains:
+            return self.eager(ids, lengths)
+        chain, held, positions, attended = self.chains[size]
+        real = self._positions(ids, lengths)
+        held[:, :ids.shape[1]].copy_(ids)
+        positions[:, :ids.shape[1]].copy_(real)
+
+        def replay(i, *_):
+            chain[i].replay()
+            return chain[i].outputs
+
+        [out] = _in_pieces(self.model, replay, held, positions, functools.partial(_attend, lengths, attended))
+        return self._logits(out, lengths)
+
+    @torch.inference_mode()
+    def eager(self, ids, lengths):
+        """Return the same, without any graph."""
+        return self._logits(self.hidden(ids, lengths), lengths)
+
+    @torch.inference_mode()
+    def hidden(self, ids, lengths):
+        """Return what stands before the last layer, (1, tokens, width), without any graph."""
+        positions = self._positions(ids, lengths)
+        attend = functools.partial(_attend, lengths, self._room_for(ids.shape[1]))
+        [out] = _in_pieces(self.model, functools.partial(_piece_of, self.model), ids, positions, attend)
+        return out
+
+    @property
+    def pool_bytes(self):
+        """Bytes that the pool of all graphs keeps reserved; 0 without graphs."""
+        return sum(map(pool_bytes, {graph.pool for chain, *_ in self.chains.values() for graph in chain}))
+
+    def _positions(self, ids, lengths):
+        if ids.ndim != 2 or len(ids) != 1 or ids.dtype != torch.int64 or ids.device != self.places.device:
+            raise ValueError(f"ids must be int64 of shape (1, tokens) on {self.places.device}, not {ids.dtype} of {tuple(ids.shape)} on {ids.device}")
+        if not all(type(length) is int for length in lengths) or min(lengths, default=0) < 1 or sum(lengths) != ids.shape[1]:
+            raise ValueError(f"the lengths of the prompts, {lengths}, do not add up to {ids.shape[1]} tokens")
+        if max(lengths) > self.places.shape[1]:
+            raise ValueError(f"a prompt of {max(lengths):,} tokens is longer than the {self.places.shape[1]:,} positions of this model")
+        return torch.cat([self.places[:, :length] for length in lengths], 1)
+
+    def _logits(self, out, lengths):
+        ends = [sum(lengths[:i + 1]) for i in range(len(lengths))]
+        return self.model.lm_head(torch.cat([out[0, end - 1:end] for end in ends]))
+
+
+def _in_pieces(model, call, ids, positions, attend):
+    """Run the pieces of a Llama by `call`, with `attend` between them; returns what the last one does."""
+    state = attended = None
+    for i in range(len(model.model.layers) + 1):
+        state = call(i, ids, positions, state, attended)
+        attended = attend(*state[3:]) if len(state) > 1 else None
+    return state
+
+
+def _piece_of(model, i, ids, positions, state, attended):
+    """Return what a Llama does from its attention i - 1 to its attention i: (x, cos, sin, q, k, v), or at last (x,)."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    layers = model.model.layers
+    if state is None:
+        x = model.model.embed_tokens(ids)  # (1, tokens, width)
+        cos, sin = model.model.rotary_emb(x, positions)
+    else:
+        x, cos, sin = state[:3]
+        x = x + layers[i - 1].self_attn.o_proj(attended)
+        x = x + layers[i - 1].mlp(layers[i - 1].post_attention_layernorm(x))
+    if i == len(layers):
+        return (model.model.norm(x),)
+    part, normed = layers[i].self_attn, layers[i].input_layernorm(x)
+    q, k, v = (project(normed).unflatten(-1, (-1, part.head_dim)).transpose(1, 2) for project in (part.q_proj, part.k_proj, part.v_proj))
+    return (x, cos, sin, *apply_rotary_pos_emb(q, k, cos, sin), v)
+
+
+def _attend(lengths, into, q, k, v):
+    """Let the tokens of each prompt attend to those before them; q, k, v: (1, heads, tokens, width), into: (1, tokens, all heads)."""
+    end = 0
+    for length in lengths:
+        begin, end = end, end + length
+        own = (each[:, :, begin:end] for each in (q, k, v))
+        into[:, begin:end] = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+    return into

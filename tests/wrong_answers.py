@@ -25,6 +25,9 @@ COUNTED_RULE = """def share_rule(shares, low=0.2, high=0.4):
     inside = sum(low <= share <= high for share in shares)
     return claims.HOLDS if 2 * inside >= len(shares) else claims.LIMITS if 5 * inside >= len(shares) else claims.FAILS"""
 
+STEP_BYTES = """def step_bytes(weights, batch, context, layers, kv_heads, head, size):
+    return {}"""
+
 
 WRONG = {
     # lab 00
@@ -88,6 +91,13 @@ WRONG = {
                  (queue(start="launched"), "the kernel before it"), (queue(start="max(launched, gpu)"), "a small gap"), (queue(launched="launch"), "comes after the one before")],
     "factors": [("[3, 3]", "does eager's?"), ("[1 / factors[0], 1 / factors[1]]", "turn it round"), ("factors[::-1]", "eager comes first"), ("factors[0]", "should be a list"),
                 ("launch_model.predict(busy, constants)", "these are times")],
+    # lab 50
+    "step_bytes": [(STEP_BYTES.format("weights + 2 * batch * context * layers * kv_heads * head"), "numbers, not bytes"),
+                   (STEP_BYTES.format("size * (weights + batch * context * layers * kv_heads * head)"), "a key and a value"),
+                   (STEP_BYTES.format("size * (weights + 2 * context * layers * kv_heads * head)"), "a cache of its own"),
+                   (STEP_BYTES.format("size * batch * (weights + 2 * context * layers * kv_heads * head)"), "shares the weights"),
+                   (STEP_BYTES.format("size * (weights + 2 * batch * context * kv_heads * head)"), "in every layer")],
+    "rung": [("3", "the name of a rung"), ("'none'", "one of them is fast enough"), ("'eager, growing cache'", "takes too long"), ("'compiled and captured'", "a rung above")],
     # lab 70
     "share_rule": [("lambda shares, low=0.2, high=0.4: True", "return one of the words"), ("lambda shares, low=0.2, high=0.4: 'maybe'", "return claims.HOLDS"),
                    ("lambda shares, low=0.2, high=0.4: claims.HOLDS", "count the shares"), ("lambda shares: claims.HOLDS if shares else 0.5", "count the shares"),
@@ -110,5 +120,7 @@ RIGHT = {
     "context": ["context.upper()"], "under_a_tenth": ["float(under_a_tenth)"],
     "floor_us": ["lambda bytes, flops, read, multiply: 1e6 * bytes / read if bytes / read > flops / multiply else 1e6 * flops / multiply"],
     "eager_us": [queue(start="launched if launched > gpu + gap else gpu + gap")], "factors": ["numpy.array(factors)", "numpy.divide(launch_model.predict(busy, constants), launch_model.predict(busy, constants, gpu=3))"],
+    "step_bytes": ["lambda weights, batch, context, layers, kv_heads, head, size: weights * size + 2 * size * batch * context * layers * kv_heads * head"],
+    "rung": ["str(rung)"],
     "share_rule": [SHARE_RULE.format(inside="not (share < low or share > high)", enough=">= 1 / 2"), COUNTED_RULE], "slower": ["float(slower)"],
 }

@@ -4,6 +4,7 @@ A lab calls `experiments.name()`; `python -m labkit record` calls its `.measure(
 """
 
 from labkit.experiments import capture, decoding_steps, limits, overhead, sweeps  # noqa: F401  each registers its experiments
+from labkit.experiments.decoding_steps import decode_ladder  # noqa: F401
 from labkit.experiments.registry import EXPERIMENTS
 
 globals().update(EXPERIMENTS)

@@ -1,0 +1,69 @@
+"""Lab 50 without a GPU: its cells run on tables as its experiments make them, and what it captures by hand shows what it says."""
+
+import ast
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+import made_up  # noqa: E402
+import test_decoding_steps  # noqa: E402
+
+import labkit  # noqa: E402
+from labkit import build, charts, check, experiments  # noqa: E402
+from labkit.experiments import decoding_steps, registry  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SOURCES = build.code_cells(build.NOTEBOOKS / "solutions" / "50_decode_an_llm.ipynb")
+gpu = test_decoding_steps.gpu
+TRIED = [  # architecture, static_equals, captures, captured_equals, decodes
+    ("llama", True, True, True, True), ("mistral", True, True, False, True), ("mpt", True, False, None, True),
+    ("roberta", False, True, False, True), ("rwkv", False, None, None, False), ("crashes", None, None, None, False)]
+
+
+def run(source, names):
+    """Run a cell, and return what it shows last."""
+    *rest, last = ast.parse(source).body
+    exec(compile(ast.Module(rest, []), "lab", "exec"), names)
+    if not isinstance(last, ast.Expr):
+        return exec(compile(ast.Module([last], []), "lab", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "lab", "eval"), names)
+
+
+def test_all_that_is_not_recorded_runs_on_tables_as_they_are_measured(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(decoding_steps, "SPAN", dict.fromkeys(decoding_steps.LANGUAGE, (128, 200)))
+    for name in ("ladder_gpt2", "ladder_llama_1b", "ladder_llama_8b", "generate_speed"):
+        rows = registry.EXPERIMENTS[name].measure()
+        json.dumps(build.scrub(rows), allow_nan=False)  # as it is recorded
+        table = made_up.table(rows)
+        monkeypatch.setitem(registry.EXPERIMENTS, name, lambda table=table: table)
+        monkeypatch.setattr(experiments, name, lambda table=table: table)
+    rows = [dict(zip(("architecture", "static_equals", "captures", "captured_equals", "decodes"), row), cause="", why_not="") for row in TRIED]
+    for name, made in (("architecture_table", rows), ("architecture_speeds", [{"architecture": "llama", "speedup": 3.21}]),
+                       ("streamed_text", [{"how": how, "at_us": 1e5, "text": "Sky", "model": "M", "question": "Why?"} for how in ("eager", "graph")])):
+        monkeypatch.setattr(experiments, name, lambda made=made: made_up.table(made))
+    names = {"display": print}
+    shown = [run(source, names) for source in SOURCES if not source.startswith("%%")]
+    said = capsys.readouterr().out
+    assert said.count(check.CORRECT) == 2 and said.count("Verdict: ") == 3 and "the same text: True" in said
+    assert sum(isinstance(one, charts.Chart) for one in shown) == 3
+    assert "captured, keys read once (reading again gone): " in str(names["rungs"](names["single"]))
+    assert list(names["best"].longest) == [["a kernel", 1, 2.0]] and "a captured step takes at most " in said
+    assert dict(zip(names["tried"].architecture, names["tried"].by_hand)) == {
+        "llama": "captured, same tokens", "mistral": "captured, wrong tokens", "mpt": "not captured", "roberta": "wrong before any graph",
+        "rwkv": "failed before a capture", "crashes": "failed before a capture"}
+
+
+def test_what_is_captured_by_hand_falls_into_the_trap_and_a_window_is_wrong_without_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(labkit, "GraphedCallable", test_decoding_steps.Taped, raising=False)
+    names = {"__name__": "lab"}
+    for source in SOURCES:
+        if source.startswith("%%gpu"):
+            run(source.partition("\n")[2].replace('"cuda"', '"cpu"'), names)
+    first, trap, cured, window = (dict(line.split(": ", 1) for line in part.strip().splitlines()) for part in
+                                  capsys.readouterr().out.replace("generate():", "|wanted:").split("|")[1:])
+    rows = [{key: ast.literal_eval(text[:text.index("]") + 1].strip()) for key, text in part.items() if "[" in text} for part in (first, trap, cured, window)]
+    assert rows[0]["by hand"] == rows[0]["wanted"] == rows[2]["replayed"]
+    assert rows[1]["replayed"][:7] == rows[1]["wanted"][3:] != rows[1]["wanted"][:7]  # three steps late
+    assert rows[3]["GraphedDecoder"] == rows[3]["wanted"] != rows[3]["captured"] and len(rows[3]["captured"]) == 16
