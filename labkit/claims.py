@@ -10,12 +10,15 @@ from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 
+from labkit import vllm_claims
+
 HOLDS, LIMITS, FAILS = "holds", "holds with limits", "does not hold here"
 OUTDATED, UNKNOWN = "outdated", "not measured"
 VERDICTS = (HOLDS, LIMITS, FAILS, OUTDATED, UNKNOWN)
 
-# What it says, the lab that tests it, the experiments it is judged on, the bounds in words, what it means for a user, and the rule.
-Claim = namedtuple("Claim", "id statement lab experiments bounds meaning rule")
+# What it says, the lab that tests it, the experiments it is judged on, the bounds in words, what it means for a user, the rule, and
+# the verdict where it does not hold.
+Claim = namedtuple("Claim", "id statement lab experiments bounds meaning rule otherwise", defaults=[FAILS])
 SWEEPS = ("sweep_mlp", "sweep_transformer", "sweep_gpt2", "sweep_llama")
 
 
@@ -74,7 +77,7 @@ def _together(tables):
 
 def _ruled(claim, table):
     holds, limits, *said = claim.rule(table)
-    return HOLDS if holds else LIMITS if limits else FAILS, *said
+    return HOLDS if holds else LIMITS if limits else claim.otherwise, *said
 
 
 def _at_the_end(table, end):
@@ -363,3 +366,4 @@ CLAIMS = {claim.id: claim for claim in (
           _when),
     _benchmark_claim("small", 1, 1.3, 1.8), _benchmark_claim("large", 1, 1.1, 1.3), _benchmark_claim("large", 32, 1.02, 1.05),
 )}
+CLAIMS |= {told[0]: Claim(*told) for told in vllm_claims.CLAIMS}

@@ -2,6 +2,7 @@
 
 import pytest
 from made_up import LABEL, step, table
+from vllm_cases import CASES
 
 from labkit import build, check, claims, experiments, recordings
 from labkit.claims import FAILS, HOLDS, LIMITS, UNKNOWN
@@ -105,6 +106,7 @@ def benchmark(speedup, by=0.1, **of):
     ("bench-large-1", benchmark(0.99, size="large"), FAILS),
     ("bench-large-32", benchmark(1.03, size="large", batch=32), HOLDS), ("bench-large-32", benchmark(1.14, size="large", batch=32), LIMITS),
     ("bench-large-32", benchmark(1.5, size="large", batch=32), FAILS),
+    *CASES,
     ("when", sweep(*[0.5] * 9, 1.0), HOLDS), ("when", sweep(*[0.5] * 8, 1.0, 1.0), LIMITS),
     ("when", sweep(0.5, 0.1, deeper=3.9), LIMITS), ("when", sweep(0.5, 0.1, width=64), LIMITS),  # with no pair to compare
     ("when", sweep(0.9, 0.9, 1.0, 1.1), LIMITS),
@@ -172,7 +174,7 @@ def test_every_claim_is_judged_in_its_lab(id):
 
 def test_an_overlap_of_bounds_and_words():
     for claim in claims.CLAIMS.values():
-        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20", "30", "31", "40", "50")
+        assert claim.bounds.startswith("holds") and claim.lab[:2] in ("10", "20", "30", "31", "40", "50", "60")
         assert claim.experiments and {*claim.experiments} <= {*experiments.EXPERIMENTS}
 
 

@@ -98,6 +98,11 @@ WRONG = {
                    (STEP_BYTES.format("size * batch * (weights + 2 * context * layers * kv_heads * head)"), "shares the weights"),
                    (STEP_BYTES.format("size * (weights + 2 * batch * context * kv_heads * head)"), "in every layer")],
     "rung": [("3", "the name of a rung"), ("'none'", "one of them is fast enough"), ("'eager, growing cache'", "takes too long"), ("'compiled and captured'", "a rung above")],
+    # lab 60
+    "sizes": [("8", "a list of whole numbers"), ("[0, 8]", "a list of whole numbers"), ("[1, 2, 4, 8, 16, 32]", "at most four sizes"),
+              ("sorted(sizes)[:-1]", "no size that holds it"), ("[max(counts)]", "more is padded")],
+    "pair": [("'neither'", "a list of two names"), ("['enforce_eager', 'default']", "differ in the compiler"), ("['graphs, not compiled', 'neither']", "the slower one first"),
+             ("['eager', 'graphs']", "names as vllm.configuration has them")],
     # lab 70
     "share_rule": [("lambda shares, low=0.2, high=0.4: True", "return one of the words"), ("lambda shares, low=0.2, high=0.4: 'maybe'", "return claims.HOLDS"),
                    ("lambda shares, low=0.2, high=0.4: claims.HOLDS", "count the shares"), ("lambda shares: claims.HOLDS if shares else 0.5", "count the shares"),
@@ -122,5 +127,6 @@ RIGHT = {
     "eager_us": [queue(start="launched if launched > gpu + gap else gpu + gap")], "factors": ["numpy.array(factors)", "numpy.divide(launch_model.predict(busy, constants), launch_model.predict(busy, constants, gpu=3))"],
     "step_bytes": ["lambda weights, batch, context, layers, kv_heads, head, size: weights * size + 2 * size * batch * context * layers * kv_heads * head"],
     "rung": ["str(rung)"],
+    "sizes": ["tuple(sizes)", "batching.best_sizes(counts, 4)"], "pair": ["list(pair)"],
     "share_rule": [SHARE_RULE.format(inside="not (share < low or share > high)", enough=">= 1 / 2"), COUNTED_RULE], "slower": ["float(slower)"],
 }
