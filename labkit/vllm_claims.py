@@ -12,13 +12,18 @@ def _of(table, name):
     return rows.iloc[0]
 
 
-def _us(table, name):
-    """Return the time of a step at the smallest batch that all configurations were measured at."""
+def _times_as_fast(table, slow, fast):
+    """Return how many times as fast a configuration's step is, at the smallest batch that all have: (value, low, high).
+
+    low and high: at the ends of both intervals, as processes of vLLM cannot be timed in turns.
+    """
     common = set.intersection(*(set(part["batch"]) for _, part in table.groupby("configuration")))
-    rows = table[(table["configuration"] == name) & (table["batch"] == min(common, default=0))]
-    if rows.empty:
-        raise KeyError(f"rows of vLLM's configuration {name!r} at a batch that all have")
-    return rows["wall_us"].iloc[0]
+    rows = [table[(table["configuration"] == name) & (table["batch"] == min(common, default=0))] for name in (slow, fast)]
+    for name, found in zip((slow, fast), rows):
+        if found.empty:
+            raise KeyError(f"rows of vLLM's configuration {name!r} at a batch that all have")
+    a, b = (found.iloc[0] for found in rows)
+    return a["wall_us"] / b["wall_us"], a["wall_us_low"] / b["wall_us_high"], a["wall_us_high"] / b["wall_us_low"]
 
 
 def _flag(table):
@@ -36,10 +41,11 @@ def _eager(table):
     default, eager = _of(table, "default"), _of(table, "enforce_eager")
     graphs, compiled = (bool(before and not after) for before, after in (
         (default["graphs"], eager["graphs"]), (default["compiles"], eager["compiles"])))
-    both, alone = (_us(table, slow) / _us(table, fast) for slow, fast in (("enforce_eager", "default"), ("neither", "graphs, not compiled")))
-    return (graphs and compiled, graphs or compiled, (both, min(both, alone), max(both, alone)), "times as fast with both",
+    both, alone = _times_as_fast(table, "enforce_eager", "default"), _times_as_fast(table, "neither", "graphs, not compiled")
+    return (graphs and compiled, graphs or compiled, both, "times as fast with both",
             f"vLLM {default['vllm']}: the flag turns graphs {'off' if graphs else 'not off'} and the compiler {'off' if compiled else 'not off'}. "
-            f"Without the flag a step is {both:.2f} times as fast; with graphs alone, {alone:.2f} times as fast as with neither.")
+            "Without the flag a step is {:.2f} ({:.2f} to {:.2f}) times as fast; ".format(*both)
+            + "with graphs alone, {:.2f} ({:.2f} to {:.2f}) times as fast as with neither.".format(*alone))
 
 
 def _sizes(table):
@@ -95,7 +101,7 @@ def _budget(table, above=1.02, beside=0.5):
     fits = full.max() <= above
     return (fits and more <= beside * with_graphs["graphs_gib"], fits, (full.median(), full.min(), full.max()), "of what it was given",
             f"vLLM {rows['vllm'].iloc[0]} takes {full.min():.1%} to {full.max():.1%} of the memory it was given. Its graphs alone take "
-            f"{with_graphs['graphs_gib']:.2f} GiB, and with them {more:+.2f} GiB are in use than without.")
+            f"{with_graphs['graphs_gib']:.2f} GiB, and with them {abs(more):.2f} GiB {'less' if more < 0 else 'more'} are in use than without.")
 
 
 def _metrics(table):
