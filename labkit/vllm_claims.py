@@ -94,14 +94,14 @@ def _budget(table, above=1.02, beside=0.5):
     if rows.empty:
         raise KeyError("memory that vLLM has taken")
     full = rows["taken_gib"] / rows["budget_gib"]
-    with_graphs, without = _of(rows, "graphs, not compiled"), _of(rows, "neither")
-    more = with_graphs["taken_gib"] - without["taken_gib"]
-    if not with_graphs["graphs_gib"] > 0:
+    pairs = [(_of(rows, on), _of(rows, off)) for on, off in (("graphs, not compiled", "neither"), ("default", "enforce_eager"))]
+    more = [(on["taken_gib"] - off["taken_gib"], on["graphs_gib"]) for on, off in pairs]
+    if not all(graphs > 0 for _, graphs in more):
         raise KeyError("memory that graphs take")
     fits = full.max() <= above
-    return (fits and more <= beside * with_graphs["graphs_gib"], fits, (full.median(), full.min(), full.max()), "of what it was given",
-            f"vLLM {rows['vllm'].iloc[0]} takes {full.min():.1%} to {full.max():.1%} of the memory it was given. Its graphs alone take "
-            f"{with_graphs['graphs_gib']:.2f} GiB, and with them {abs(more):.2f} GiB {'less' if more < 0 else 'more'} are in use than without.")
+    return (fits and all(taken <= beside * graphs for taken, graphs in more), fits, (full.median(), full.min(), full.max()), "of what it was given",
+            f"vLLM {rows['vllm'].iloc[0]} takes {full.min():.1%} to {full.max():.1%} of the memory it was given. With graphs alone, "
+            "{:+.2f} GiB are in use, of {:.2f} GiB that they take; with the compiler on, {:+.2f} of {:.2f}.".format(*more[0], *more[1]))
 
 
 def _metrics(table):
@@ -112,7 +112,7 @@ def _metrics(table):
     steps, others = tables.pop("default"), [f"{steps:,} steps with {name}" for name, steps in tables.items() if steps]
     its = f"a table of {steps:,} steps" if steps else f"no table of graph use by default{f', but one of {others[0]}' if others else ' either'}"
     return (bool(exact), bool(near), (len(exact),) * 3, f"of {len(names)} metrics name cuda_graph",
-            f"vLLM {default['vllm']}: of {len(names)} metrics, {len(exact)} have cuda_graph in their names"
+            f"vLLM {default['vllm']}: of the {len(names)} metrics that it keeps for /metrics, {len(exact)} have cuda_graph in their names"
             + (f", and {len(near)} have graph ({', '.join(near[:3])})" if near else "")
             + f". With --cudagraph-metrics, its log has {its}.")
 
@@ -137,7 +137,7 @@ CLAIMS = (  # as claims.Claim has it; the last word is what those are that were 
      "holds when all configurations that capture lie in that range, with limits when one does.",
      "Sizes share one pool: read what your log says they took.", _memory),
     ("vllm-budget", "vLLM keeps its graphs within --gpu-memory-utilization.", "60", ("vllm_table",),
-     "holds when it takes at most 2 % more than it was given, and graphs add at most half of their memory, with limits when only the former.",
+     "holds when it takes at most 2 % more than it was given, and graphs add at most half of their memory, compiler on or off, with limits when only the former.",
      "Leave some memory free when you set it close to 1.", _budget),
     ("vllm-metrics", "/metrics has cuda_graph.", "60", ("vllm_table",),
      "holds when a metric has cuda_graph in its name, with limits when one has graph.",

@@ -40,6 +40,12 @@ def test_a_captured_loop_gives_the_tokens_of_generate_padded_and_past_a_windows_
         assert torch.equal(decoder.generate(ids, 20, attention_mask=given, eos_token_id=()), generated(model, ids, 20, given))
 
 
+def test_sixty_four_prompts_of_different_lengths_are_decoded_at_once():
+    model, ids, mask = architectures.tiny_model("llama", "cuda"), prompts(64, 6), padded(64, 6)
+    decoder = decode.GraphedDecoder(model, 32, 64)
+    assert torch.equal(decoder.generate(ids, 20, attention_mask=mask, eos_token_id=()), generated(model, ids, 20, mask))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_is_captured_too(dtype):
     for name in ("gpt2", "llama", "mistral"):

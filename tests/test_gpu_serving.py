@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 from alone import alone, prompts_of  # noqa: E402
 
-from labkit import ReplayError, architectures, batching, serving  # noqa: E402
+from labkit import ReplayError, architectures, batching, decode, serving  # noqa: E402
 
 
 class Clock:
@@ -36,11 +36,14 @@ def test_replayed_steps_give_each_request_the_tokens_it_gets_alone(name):
     assert all(replayed == (size <= 4) for _, size, replayed in decoder.steps)
 
 
-def test_a_thousand_arrivals_are_all_served_by_replays():
-    decoder = serving.BatchedDecoder(architectures.tiny_model("llama", "cuda"), 12, 16, batching.powers_of_two(16))
+def test_a_thousand_arrivals_are_all_served_by_replays_each_with_its_own_tokens():
+    model = architectures.tiny_model("llama", "cuda")
+    decoder, single = serving.BatchedDecoder(model, 12, 16, batching.powers_of_two(16)), decode.GraphedDecoder(model, 12)
     trace = batching.poisson_trace(3000, 1000, (1, 4), (1, 8), seed=7)
-    served = batching.serve(decoder, trace, prompts_of(trace, "cuda"), Clock())
-    assert [len(one.tokens) for one in served] == [r.output_tokens for r in trace] and not decoder.running
+    prompts = prompts_of(trace, "cuda")
+    served = batching.serve(decoder, trace, prompts, Clock())
+    assert not decoder.running and [one.tokens for one in served] == [
+        single.generate(ids[None], r.output_tokens, eos_token_id=())[0].tolist() for r, ids in zip(trace, prompts)]
     assert batching.summary(served, decoder.steps)["replayed_share"] == 1
 
 

@@ -27,8 +27,7 @@ def test_what_graphs_alone_are_worth_is_said_beside_what_the_flag_changes():
 def test_numbers_come_from_the_rows():
     assert judge("vllm-memory", vllm()).number == pytest.approx(0.4 * 2**30 / 1e6 / 51)
     assert judge("vllm-prefill", vllm(default={"replays_prefill": 9})).number == 9
-    assert "with them 0.19 GiB more are in use" in judge("vllm-budget", taken(0.19)).why
-    assert "with them 0.10 GiB less are in use" in judge("vllm-budget", taken(-0.1)).why
+    assert "+0.19 GiB are in use, of 0.40 GiB that they take; with the compiler on, -0.10 of 0.40." in judge("vllm-budget", taken(0.19, 0.99, -0.1)).why
     assert 'says "Graph capturing finished in 4 secs, took 0.40 GiB".' in judge("vllm-log", vllm()).why
     assert "a table of 900 steps" in judge("vllm-metrics", vllm(default={"graph_use": {"FULL": 900}})).why
     assert "no table of graph use by default, but one of 720 steps with default, V1 model runner." in judge("vllm-metrics", vllm()).why

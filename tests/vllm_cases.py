@@ -45,8 +45,10 @@ def memory(**mb):
     return vllm(**{name: {"graphs_gib": each * 1e6 / 2**30 * len(SIZES), "graphs": len(SIZES)} for name, each in mb.items()})
 
 
-def taken(graphs, share=1.0):
-    return vllm(every={"taken_gib": 10.0 * share}, graphs_not_compiled={"taken_gib": 10.0 * share + graphs})
+def taken(graphs, share=1.0, compiled=0.0):
+    """Let graphs take so many GiB more, without the compiler and with it, and all so much of what vLLM was given."""
+    return vllm(every={"taken_gib": 10.0 * share}, graphs_not_compiled={"taken_gib": 10.0 * share + graphs},
+                default={"taken_gib": 10.0 * share + compiled})
 
 
 ALL = ("default", "graphs_not_compiled", "default_at_most_16_sequences", "default_V1_model_runner")
@@ -64,6 +66,7 @@ CASES = [
     ("vllm-memory", memory(default=200.1, graphs_not_compiled=49.9, default_at_most_16_sequences=60), LIMITS),
     ("vllm-memory", memory(default=200.1, graphs_not_compiled=49.9, default_at_most_16_sequences=9), FAILS), ("vllm-memory", vllm(), FAILS),
     ("vllm-budget", taken(0.19), HOLDS), ("vllm-budget", taken(0.2, 0.99), HOLDS), ("vllm-budget", taken(0.2001, 0.99), LIMITS),
+    ("vllm-budget", taken(0.0, 0.99, 0.2), HOLDS), ("vllm-budget", taken(0.0, 0.99, 0.2001), LIMITS),
     ("vllm-budget", taken(0.0, 1.02), HOLDS), ("vllm-budget", taken(0.0, 1.021), FAILS),
     ("vllm-metrics", vllm(default={"metrics": ["vllm:cuda_graph_replays"]}), HOLDS), ("vllm-metrics", vllm(default={"metrics": ["vllm:cudagraph"]}), LIMITS),
     ("vllm-metrics", vllm(), FAILS), ("vllm-metrics", vllm(default={"graph_use": {"FULL": 900}}), FAILS),
