@@ -98,12 +98,6 @@ def _heads(config):
     return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _cached_per_place(config):
-    """Return how many numbers a cache keeps for one token: a key and a value in each layer, whose heads may differ."""
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    return 2 * sum(math.prod(_heads(layer)) for layer in layers)
-
-
 class DecoderRefused(ValueError):
     """A model, or a prompt, that a GraphedDecoder would not decode as the model's generate() does: the message says why."""
 
@@ -142,7 +136,7 @@ class GraphedDecoder:
         self._fresh, self._writing = True, threading.Lock()
         config = model.config.get_text_config(decoder=True)
         if self.captured and getattr(config, "num_attention_heads", None):
-            numbers = batch * max_length * _cached_per_place(config)
+            numbers = 2 * batch * config.num_hidden_layers * max_length * math.prod(_heads(config))
             models.require_room(f"a cache of {batch} x {max_length:,} tokens", numbers * model.dtype.itemsize)
         switch = self.captured and experts is None and any("experts" in name for name, _ in model.named_modules())
         for self.experts in (None, "batched_mm") if switch else (experts,):

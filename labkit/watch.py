@@ -107,8 +107,6 @@ def slots(value, label, depth, seen, kinds=(torch.nn.Module, torch.Tensor)):
     seen[id(value)] = depth
     for holder, key in places:
         inner = now(holder, key)
-        if inner is not now(holder, key):  # made anew at each look, as transformers' table of activations does: nothing stands there
-            continue
         path = f"{label}.{key}" if label else str(key)
         if isinstance(inner, kinds) and not (isinstance(inner, torch.Tensor) and inner.layout != torch.strided):
             yield holder, key, path, inner

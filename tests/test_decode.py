@@ -3,7 +3,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
-from labkit import architectures, decode, models  # noqa: E402
+from labkit import decode, models  # noqa: E402
 
 
 def small(kind):
@@ -96,13 +96,3 @@ def test_smollm2_is_found_where_it_is_installed_and_never_downloaded(tmp_path, m
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: type("spec", (), {"origin": str(tmp_path / "__init__.py")}))
     assert models._smollm2() == {"pretrained_model_name_or_path": tmp_path, "gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
-
-
-@pytest.mark.parametrize("name, numbers", [("llama", 2 * 2 * (2 * 8)), ("gemma4_text", 2 * (2 * 8) + 2 * (2 * 512))])
-def test_the_room_of_a_cache_is_that_of_its_layers_whose_heads_may_differ(name, numbers):
-    if name not in architectures.known_architectures():
-        pytest.skip("this transformers does not have it")
-    model = architectures.tiny_model(name)
-    assert decode._cached_per_place(model.config) == numbers
-    cache = decode.GraphedDecoder(model, 48).step.cache
-    assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == 48 * numbers

@@ -46,7 +46,6 @@ def serving_ways():
 
     model, rows = _server_model(), []
     lists = {"eager": [], "powers of two": batching.powers_of_two(ROWS), "vLLM's list": batching.vllm_sizes(ROWS), "every size": batching.every_size(ROWS)}
-    serving.BatchedDecoder(model, PLACES, ROWS, [ROWS])  # what the first capture of a process pays for
     made = {way: serving.BatchedDecoder(model, PLACES, ROWS, sizes) for way, sizes in lists.items()}
     run_each_shape_once(made["eager"])
     counts = {}
