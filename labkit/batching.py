@@ -50,7 +50,8 @@ def poisson_trace(rate, requests, prompt_tokens=(16, 128), output_tokens=(16, 12
 def read_trace(path):
     """Return the requests of a CSV file with the columns arrival_s, prompt_tokens and output_tokens, in order of arrival.
 
-    Raises ValueError that names the line for anything that is not a number, or not above 0 (an arrival may be 0).
+    Raises ValueError that names the line for anything that is not a number, or not above 0 (an arrival may be 0), and for a field
+    too many (a decimal comma makes one).
     """
     made = []
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
@@ -59,15 +60,18 @@ def read_trace(path):
         if missing := set(COLUMNS) - {name.strip() for name in names}:
             raise ValueError(f"{path} has no column {', '.join(sorted(missing))}: its first line names {', '.join(COLUMNS)}, with commas between")
         reader.fieldnames = [name.strip() for name in names]
+        if twice := sorted(name for name in COLUMNS if reader.fieldnames.count(name) > 1):
+            raise ValueError(f"{path} has the column {', '.join(twice)} more than once")
         for row in _read_on(reader, reader, path):
             try:
                 arrival, *tokens = float(row["arrival_s"]), *(int(row[name]) for name in COLUMNS[1:])
-                fine = 0 <= arrival < float("inf") and min(tokens) >= 1
+                fine = None not in row and 0 <= arrival < float("inf") and min(tokens) >= 1
             except (TypeError, ValueError):
                 fine = False
             if not fine:
                 said = ", ".join(f"{name} {row[name] and row[name][:40]!r}" for name in COLUMNS)
-                raise ValueError(f"{path}, line {reader.line_num}: arrival_s is 0 or more, tokens are whole numbers, 1 or more, not {said}")
+                raise ValueError(f"{path}, line {reader.line_num}: arrival_s is 0 or more, tokens are whole numbers, 1 or more, "
+                                 f"not {said}{' and then ' + ', '.join(row[None])[:40] if None in row else ''}")
             made.append(Request(arrival, *tokens))
     if not made:
         raise ValueError(f"{path} holds no requests")

@@ -3,10 +3,12 @@
 import base64
 import datetime
 import html
+import re
 from collections import Counter
 from pathlib import Path
 
 import jinja2
+import markupsafe
 import pandas
 
 from labkit import __version__, charts, claims, experiments, launch_model, recordings, results
@@ -14,8 +16,9 @@ from labkit import __version__, charts, claims, experiments, launch_model, recor
 PAGES = Path(__file__).with_name("pages")
 TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGES), autoescape=jinja2.select_autoescape(["html"]),
                                undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+TEMPLATES.filters["whole"] = lambda text: markupsafe.Markup(re.sub(r"--[\w-]+", r'<span class="whole">\g<0></span>', str(markupsafe.escape(text))))
 LARGEST = 5 * 2**20  # bytes of a page
-MARKS = {claims.HOLDS: "✓", claims.LIMITS: "≈", claims.FAILS: "✗", claims.OUTDATED: "⌛", claims.UNKNOWN: "○"}
+MARKS = {claims.HOLDS: "✓", claims.LIMITS: "≈", claims.FAILS: "✗", claims.OUTDATED: "↺", claims.UNKNOWN: "○"}
 MACHINE = {"gpu": "GPU", "sm_count": "multiprocessors", "memory_gib": "memory (GiB)", "driver": "driver", "cuda": "CUDA",
            "power_limit_w": "power limit (W)", "max_sm_clock_mhz": "highest clock (MHz)", "cpu": "CPU", "cores": "cores",
            "os": "system", "python": "Python", "torch": "PyTorch", "transformers": "transformers", "labkit": "labkit"}

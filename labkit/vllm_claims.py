@@ -41,11 +41,14 @@ def _eager(table):
     default, eager = _of(table, "default"), _of(table, "enforce_eager")
     graphs, compiled = (bool(before and not after) for before, after in (
         (default["graphs"], eager["graphs"]), (default["compiles"], eager["compiles"])))
-    both, alone = _times_as_fast(table, "enforce_eager", "default"), _times_as_fast(table, "neither", "graphs, not compiled")
+    both = _times_as_fast(table, "enforce_eager", "default")
+    try:
+        alone = "{:.2f} ({:.2f} to {:.2f}) times as fast as with neither".format(*_times_as_fast(table, "neither", "graphs, not compiled"))
+    except KeyError:
+        alone = "not measured"
     return (graphs and compiled, graphs or compiled, both, "times as fast with both",
             f"vLLM {default['vllm']}: the flag turns graphs {'off' if graphs else 'not off'} and the compiler {'off' if compiled else 'not off'}. "
-            "Without the flag a step is {:.2f} ({:.2f} to {:.2f}) times as fast; ".format(*both)
-            + "with graphs alone, {:.2f} ({:.2f} to {:.2f}) times as fast as with neither.".format(*alone))
+            "Without the flag a step is {:.2f} ({:.2f} to {:.2f}) times as fast; ".format(*both) + f"with graphs alone, {alone}.")
 
 
 def _sizes(table):
@@ -95,13 +98,13 @@ def _budget(table, above=1.02, beside=0.5):
         raise KeyError("memory that vLLM has taken")
     full = rows["taken_gib"] / rows["budget_gib"]
     pairs = [(_of(rows, on), _of(rows, off)) for on, off in (("graphs, not compiled", "neither"), ("default", "enforce_eager"))]
-    more = [(on["taken_gib"] - off["taken_gib"], on["graphs_gib"]) for on, off in pairs]
-    if not all(graphs > 0 for _, graphs in more):
+    (alone, graphs), both = ((on["taken_gib"] - off["taken_gib"], on["graphs_gib"]) for on, off in pairs)
+    if not graphs > 0:
         raise KeyError("memory that graphs take")
     fits = full.max() <= above
-    return (fits and all(taken <= beside * graphs for taken, graphs in more), fits, (full.median(), full.min(), full.max()), "of what it was given",
-            f"vLLM {rows['vllm'].iloc[0]} takes {full.min():.1%} to {full.max():.1%} of the memory it was given. With graphs alone, "
-            "{:+.2f} GiB are in use, of {:.2f} GiB that they take; with the compiler on, {:+.2f} of {:.2f}.".format(*more[0], *more[1]))
+    return (fits and alone <= beside * graphs, fits, (full.median(), full.min(), full.max()), "share",
+            f"vLLM {rows['vllm'].iloc[0]} takes {full.min():.1%} to {full.max():.1%} of the memory it was given. Graphs alone take {graphs:.2f} GiB, and "
+            f"{alone:+.2f} are in use with them; graphs and the compiler together {both[0]:+.2f}, where the graphs take {both[1]:.2f}.")
 
 
 def _metrics(table):
@@ -109,7 +112,7 @@ def _metrics(table):
     names = list(default["metrics"])
     exact, near = ([name for name in names if word in name] for word in ("cuda_graph", "graph"))
     tables = {row["configuration"]: sum(row["graph_use"].values()) for _, row in table.drop_duplicates("configuration").iterrows()}
-    steps, others = tables.pop("default"), [f"{steps:,} steps with {name}" for name, steps in tables.items() if steps]
+    steps, others = tables.pop("default"), [f"{steps:,} steps in the configuration {name!r}" for name, steps in tables.items() if steps]
     its = f"a table of {steps:,} steps" if steps else f"no table of graph use by default{f', but one of {others[0]}' if others else ' either'}"
     return (bool(exact), bool(near), (len(exact),) * 3, f"of {len(names)} metrics name cuda_graph",
             f"vLLM {default['vllm']}: of the {len(names)} metrics that it keeps for /metrics, {len(exact)} have cuda_graph in their names"
@@ -137,7 +140,7 @@ CLAIMS = (  # as claims.Claim has it; the last word is what those are that were 
      "holds when all configurations that capture lie in that range, with limits when one does.",
      "Sizes share one pool: read what your log says they took.", _memory),
     ("vllm-budget", "vLLM keeps its graphs within --gpu-memory-utilization.", "60", ("vllm_table",),
-     "holds when it takes at most 2 % more than it was given, and graphs add at most half of their memory, compiler on or off, with limits when only the former.",
+     "holds when it takes at most 2 % more than it was given, and graphs alone add at most half of their memory, with limits when only the former.",
      "Leave some memory free when you set it close to 1.", _budget),
     ("vllm-metrics", "/metrics has cuda_graph.", "60", ("vllm_table",),
      "holds when a metric has cuda_graph in its name, with limits when one has graph.",

@@ -81,6 +81,16 @@ def test_slides_can_be_read_from_the_back_row_and_go_by_arrow_keys(context, tmp_
     assert 0 < len(last) < len(browser.tab_through(page))
 
 
+@pytest.mark.parametrize("path", build.solutions(), ids=lambda path: path.stem[:2])
+def test_each_labs_slides_fit_on_a_small_projector(context, tmp_path, path):
+    (tmp_path / "slides.html").write_text(cli.slides(nbformat.read(path, 4).cells), "utf-8")
+    page = context.new_page()
+    page.set_viewport_size({"width": 1280, "height": 720})
+    page.goto(f"file://{tmp_path}/slides.html")
+    assert page.locator("p, li, pre, img").count() > 50 and browser.unreadable(page) == []
+    page.close()
+
+
 def change(locator, move):
     """Make a move, and wait until what stands there is another text."""
     from playwright.sync_api import expect

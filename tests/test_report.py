@@ -97,6 +97,11 @@ def test_a_page_that_lies_elsewhere_links_to_no_lab(tables, tmp_path):
     assert ".ipynb" not in html and "launch-cost, lab 10" in html
 
 
+def test_a_flag_is_not_broken_at_its_hyphens_and_other_markup_is_only_text():
+    said = str(report.TEMPLATES.filters["whole"]("give <b> --enforce-eager alone - or --no-enforce-eager."))
+    assert said == ('give &lt;b&gt; <span class="whole">--enforce-eager</span> alone - or <span class="whole">--no-enforce-eager</span>.')
+
+
 def test_what_is_missing_or_left_out_is_named_and_its_markup_is_only_text(page, board):
     assert "moon_sweep: out of <b>memory</b>" in Elements(page).text
     assert "x.json is left out: <i>why</i>" in Elements(board).text

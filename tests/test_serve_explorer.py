@@ -75,6 +75,15 @@ def test_a_table_without_every_size_is_refused(tables):
         ServeModel(ways[ways["way"] == "eager"], steps, pools)
 
 
+def test_what_it_begins_with_moves_to_the_nearest_or_is_refused(tables):
+    model = ServeModel(*tables, policy="chosen sizes", rate=5, graphs=999)
+    assert model.policy == "chosen sizes" and model.rate in model.options("rate") and model.graphs == max(model.options("graphs"))
+    assert abs(model.rate - 5) == min(abs(rate - 5) for rate in model.options("rate"))
+    for wrong in ({"policy": "power of two"}, {"quantity": "seconds"}):
+        with pytest.raises(ValueError, match="there is no .*: there are .*" + ("every size" if "policy" in wrong else "capture_s")):
+            ServeModel(*tables, **wrong)
+
+
 def test_each_quantity_is_drawn_once_at_each_rate_with_its_label(model):
     for quantity in model.options("quantity"):
         model.quantity = quantity

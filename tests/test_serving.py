@@ -148,7 +148,9 @@ def test_a_trace_file_is_read_in_order_of_arrival(tmp_path):
     ("arrival_s,prompt_tokens,output_tokens\n1,2.0,3\n", "line 2: .* whole numbers.* '2.0'"),
     ("arrival_s,prompt_tokens,output_tokens\n1e400,2,3\n", "line 2"), ("arrival_s,prompt_tokens,output_tokens\n1,2,\u00fc\n", "line 2"),
     ("arrival_s,prompt_tokens,output_tokens\n1,2,3\0\n", "line 2"), ("arrival_s,prompt_tokens,output_tokens\n\n\n1,2,-3\n", "line 4"),
-    ("arrival_s,prompt_tokens,output_tokens\n1,2," + "9" * 5000 + "\n", "line 2")])
+    ("arrival_s,prompt_tokens,output_tokens\n1,2," + "9" * 5000 + "\n", "line 2"),
+    ("arrival_s,prompt_tokens,output_tokens\n0,5,113,69\n", "line 2: .* '113' and then 69"),  # a decimal comma
+    ("arrival_s,prompt_tokens,output_tokens, arrival_s\n1,2,3,99\n", "the column arrival_s more than once")])
 def test_a_trace_file_that_is_none_names_the_line(tmp_path, text, why):
     (tmp_path / "trace.csv").write_text(text, "latin-1")
     with pytest.raises(ValueError, match=why) as raised:

@@ -24,18 +24,24 @@ def test_what_graphs_alone_are_worth_is_said_beside_what_the_flag_changes():
     assert "Without the flag a step is 5.31 (2.55 to 11.06) times as fast; with graphs alone, 4.20 (2.02 to 8.74) times as fast" in why
 
 
+def test_a_flag_is_judged_without_what_it_says_nothing_of():
+    table = vllm()
+    judged = judge("vllm-eager", table[table["configuration"] != "neither"])
+    assert judged.verdict == claims.HOLDS and "with graphs alone, not measured." in judged.why
+
+
 def test_numbers_come_from_the_rows():
     assert judge("vllm-memory", vllm()).number == pytest.approx(0.4 * 2**30 / 1e6 / 51)
     assert judge("vllm-prefill", vllm(default={"replays_prefill": 9})).number == 9
-    assert "+0.19 GiB are in use, of 0.40 GiB that they take; with the compiler on, -0.10 of 0.40." in judge("vllm-budget", taken(0.19, 0.99, -0.1)).why
+    assert "Graphs alone take 0.40 GiB, and +0.19 are in use with them; graphs and the compiler together -0.10, where the graphs take 0.40." in judge("vllm-budget", taken(0.19, 0.99, -0.1)).why
     assert 'says "Graph capturing finished in 4 secs, took 0.40 GiB".' in judge("vllm-log", vllm()).why
     assert "a table of 900 steps" in judge("vllm-metrics", vllm(default={"graph_use": {"FULL": 900}})).why
-    assert "no table of graph use by default, but one of 720 steps with default, V1 model runner." in judge("vllm-metrics", vllm()).why
+    assert "no table of graph use by default, but one of 720 steps in the configuration 'default, V1 model runner'." in judge("vllm-metrics", vllm()).why
     assert "no table of graph use by default either." in judge("vllm-metrics", vllm(every={"graph_use": {}})).why
 
 
 @pytest.mark.parametrize("id, left_out, missing", [
-    ("vllm-eager", "enforce_eager", "enforce_eager"), ("vllm-eager", "neither", "neither"), ("vllm-sizes", "default", "default"),
+    ("vllm-eager", "enforce_eager", "enforce_eager"), ("vllm-sizes", "default", "default"),
     ("vllm-budget", "neither", "neither"), ("vllm-metrics", "default", "default")])
 def test_a_configuration_that_was_left_out_is_named(id, left_out, missing):
     table = vllm()

@@ -19,7 +19,7 @@ class ServeModel(HasTraits):
 
     ways, steps, pools: the tables of serving_ways, serving_step_cost and serving_pools. `options` has what each input offers;
     out come `row` (the numbers of this point, a dict) and `summary` (words). A value that is not offered moves to the nearest.
-    Raises ValueError where no way served with every size.
+    Raises ValueError where no way served with every size, and for a policy or quantity that there is not, to begin with.
     """
     policy, graphs, rate, quantity = Unicode("powers of two"), Int(6), Int(), Unicode("step_us")
     row, summary = Any(), Unicode()
@@ -36,7 +36,13 @@ class ServeModel(HasTraits):
                                    for number in range(1, 1 + self._longest(policy, rate))])
         self.table.attrs["provenance"] = self.provenance
         self._drawn = {}
-        super().__init__(**{"rate": max(self.counts)} | wishes)
+        for name, known in (("policy", POLICIES), ("quantity", QUANTITIES)):
+            if wishes.get(name, next(iter(known))) not in known:
+                raise ValueError(f"there is no {name} {wishes[name]!r}: there are {', '.join(known)}")
+        super().__init__(rate=max(self.counts))
+        for name in ("policy", "rate", "graphs", "quantity"):  # one by one: which numbers of graphs there are depends on the others
+            if name in wishes:
+                setattr(self, name, wishes[name])
         self._look()
 
     def options(self, name):
