@@ -97,14 +97,17 @@ def _budget(table, above=1.02, beside=0.5):
     if rows.empty:
         raise KeyError("memory that vLLM has taken")
     full = rows["taken_gib"] / rows["budget_gib"]
-    pairs = [(_of(rows, on), _of(rows, off)) for on, off in (("graphs, not compiled", "neither"), ("default", "enforce_eager"))]
-    (alone, graphs), both = ((on["taken_gib"] - off["taken_gib"], on["graphs_gib"]) for on, off in pairs)
+    on, off = _of(rows, "graphs, not compiled"), _of(rows, "neither")
+    more, graphs = on["taken_gib"] - off["taken_gib"], on["graphs_gib"]
     if not graphs > 0:
         raise KeyError("memory that graphs take")
+    said = (f"vLLM {on['vllm']} takes {full.min():.1%} to {full.max():.1%} of the memory it was given. "
+            f"Graphs alone take {graphs:.2f} GiB, and {more:+.2f} are in use with them")
+    if {"default", "enforce_eager"} <= {*rows["configuration"]}:
+        on, off = _of(rows, "default"), _of(rows, "enforce_eager")
+        said += (f"; graphs and the compiler together {on['taken_gib'] - off['taken_gib']:+.2f}, where the graphs take {on['graphs_gib']:.2f}")
     fits = full.max() <= above
-    return (fits and alone <= beside * graphs, fits, (full.median(), full.min(), full.max()), "share",
-            f"vLLM {rows['vllm'].iloc[0]} takes {full.min():.1%} to {full.max():.1%} of the memory it was given. Graphs alone take {graphs:.2f} GiB, and "
-            f"{alone:+.2f} are in use with them; graphs and the compiler together {both[0]:+.2f}, where the graphs take {both[1]:.2f}.")
+    return fits and more <= beside * graphs, fits, (full.median(), full.min(), full.max()), "share", said + "."
 
 
 def _metrics(table):

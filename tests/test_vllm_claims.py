@@ -28,6 +28,8 @@ def test_a_flag_is_judged_without_what_it_says_nothing_of():
     table = vllm()
     judged = judge("vllm-eager", table[table["configuration"] != "neither"])
     assert judged.verdict == claims.HOLDS and "with graphs alone, not measured." in judged.why
+    judged = judge("vllm-budget", table[table["configuration"] != "enforce_eager"])
+    assert judged.verdict == claims.HOLDS and judged.why.endswith("+0.00 are in use with them.")
 
 
 def test_numbers_come_from_the_rows():
