@@ -15,6 +15,9 @@ NOT_ATTEMPTED, NOT_YET, CORRECT = "○ not attempted", "✗ not yet", "✓ corre
 def guess(guess, actual, unit="", what="Measured"):
     """Print a guess beside what was measured (or say `what` it is instead); any guess is fine, also none."""
     guess, actual, unit = _plain(guess), _plain(actual), unit and f" {unit}"
+    if actual != actual:  # NaN, of what was left out
+        print("Not measured here, so there is nothing to compare a guess with.")
+        return
     measured = f"{what}: {_said(actual)}{unit}."
     if _is_number(actual) and not _is_number(guess) and guess is not ... and guess is not None:
         print(f"{measured} Your guess, {guess!r}, is no number: write one without quotes, unit or comma.")

@@ -33,6 +33,10 @@ def test_guess_is_kind_about_any_guess(capsys, guess, words):
     assert "Measured: 340 kernels." in out and words in out
 
 
+def test_a_guess_has_nothing_to_be_compared_with_where_nothing_was_measured(capsys):
+    assert said(capsys, check.guess, 3, float("nan"), "times") == "Not measured here, so there is nothing to compare a guess with.\n"
+
+
 def test_guess_in_words(capsys):
     assert "That is it." in said(capsys, check.guess, " GPU", "gpu")
 

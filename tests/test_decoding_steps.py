@@ -234,6 +234,15 @@ def test_an_architecture_that_is_refused_or_crashes_says_why_in_its_row(gpu, mon
     assert row["decodes"] is False and "is not decoded" in row["why_not"] and "SIGSEGV" in row["cause"] and row["captures"] is None
 
 
+def test_an_error_of_the_gpu_is_named_and_not_what_cuda_advises(monkeypatch):
+    def in_child(fn, params, timeout_s):
+        raise RuntimeError("it failed in its own process: line 3: fn()\ntorch.AcceleratorError: CUDA error: device-side assert triggered\n"
+                           "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.")
+
+    monkeypatch.setattr(decoding_steps, "in_child", in_child)
+    assert decoding_steps._tried("llama")["cause"] == "torch.AcceleratorError: CUDA error: device-side assert triggered"
+
+
 def test_by_hand_has_a_process_of_its_own_only_where_a_capture_may_have_failed(gpu, monkeypatch):
     asked, fails = [], set()
 
@@ -261,6 +270,12 @@ def test_the_table_has_each_architecture_once_and_speeds_those_that_decode(gpu, 
     speeds = decoding_steps.architecture_speeds.measure()
     assert [row["architecture"] for row in speeds] == ["gpt2"] and speeds[0]["speedup"] == pytest.approx(0.5, rel=0.1)
     assert "Left out: reformer: " in capsys.readouterr().out
+
+
+def test_a_step_that_is_timed_stays_within_its_caches(gpu, monkeypatch):
+    compare = timing.compare
+    monkeypatch.setattr(timing, "compare", lambda calls, **_: [call() for call in calls.values() for _ in range(60)] and compare(calls))
+    assert [row["architecture"] for row in decoding_steps._speeds(["deepseek_v32", "llama"], "cpu")] == ["deepseek_v32", "llama"]
 
 
 def test_a_process_that_breaks_costs_only_the_architectures_it_had(gpu, monkeypatch, capsys):
