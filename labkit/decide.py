@@ -8,8 +8,8 @@ from html import escape
 from math import ceil, log2
 from pathlib import Path
 
-from labkit import charts, machine, recordings, report, results
-from labkit.experiments.registry import EXPERIMENTS, in_child
+from labkit import charts, experiments, machine, recordings, report
+from labkit.experiments.registry import in_child
 from labkit.experiments.sweeps import INPUTS, PRECISIONS
 
 GAIN, OFF, CALLS, MEMORY = 1.1, 0.01, 10_000, 0.1  # the bounds of all rules
@@ -179,7 +179,7 @@ def answers(model, batches, *, latency_us=None, **options):
         raise ValueError(f"a target is a time above 0, not {latency_us!r}")
     found, live = (), _is_live(model)
     for point in points(model, batches, **options):
-        label = recordings.provenance("decide")["label"] if live else results.recorded(f"sweep_{model}").attrs["provenance"]["label"]
+        label = recordings.provenance("decide")["label"] if live else experiments.as_recorded(f"sweep_{model}").attrs["provenance"]["label"]
         found += (point,)
         yield Decision(model, found, label, latency_us, machine.describe().memory_gib * 2**30 if live else None)
 
@@ -229,12 +229,12 @@ def kind_of(model):
 
 
 def _is_live(model):
-    return recordings.tables_are_live() or f"sweep_{model}" not in EXPERIMENTS
+    return recordings.tables_are_live() or f"sweep_{model}" not in experiments.EXPERIMENTS
 
 
 def _looked_up(model, size, precision, batches):
     """Yield the recorded points nearest to what was asked for, each named where it is another."""
-    rows, costs = results.recorded(f"sweep_{model}"), results.recorded("capture_cost")
+    rows, costs = experiments.as_recorded(f"sweep_{model}"), experiments.as_recorded("capture_cost")
     wanted = dict(zip(INPUTS[1:], (*size, precision)))
 
     def far(row, names):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nbconvert.filters import markdown2html
 
-from labkit import build, charts, launch_model, report, results
+from labkit import build, charts, experiments, launch_model, report
 
 ROUTES = {"90 minutes": 90, "half a day": 210, "a full day": 420, "self-study": None}  # how long it lasts, in minutes; each has all of the one before
 GUIDE = build.NOTEBOOKS / "solutions" / "GUIDE.md"
@@ -103,11 +103,11 @@ def readme(text):
 
 def pictures():
     """Draw the README's pictures from the recordings: {path: Chart}."""
-    sweep = results.recorded("sweep_transformer")
+    sweep = experiments.as_recorded("sweep_transformer")
     curve = launch_model.add_predictions(sweep[(sweep.width == 512) & (sweep.precision == "float16")],
-                                         launch_model.fit(results.recorded("launch_constants")))
+                                         launch_model.fit(experiments.as_recorded("launch_constants")))
     curve.attrs = sweep.attrs
-    return {IMAGES / "one_step.png": charts.timeline(results.recorded("step_trace")), IMAGES / "explorer.png": charts.sweep(curve)}
+    return {IMAGES / "one_step.png": charts.timeline(experiments.as_recorded("step_trace")), IMAGES / "explorer.png": charts.sweep(curve)}
 
 
 def write():

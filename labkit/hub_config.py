@@ -71,7 +71,7 @@ c.JupyterHub.spawner_class = LearnersServer
 c.SimpleLocalProcessSpawner.home_dir_template = os.path.abspath("learners/{username}")
 c.Spawner.cmd = [sys.executable, "-P", "-m", "jupyterhub.singleuser"]  # -P: a learner's random.py is not Python's
 c.Spawner.default_url = "/lab/tree/notebooks/" + min(path.name for path in Path(settings["labs"]).glob("*.ipynb"))
-c.Spawner.env_keep = ["PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "LABKIT_MODE", "LABKIT_RECORDING", "LABKIT_BUDGET",
+c.Spawner.env_keep = ["PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "LABKIT_MODE", "LABKIT_RECORDING", "LABKIT_TABLES", "LABKIT_BUDGET",
                       "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST", "PIP_CERT",  # where pip finds packages, and by which way
                       *(name for name in os.environ if name.upper() in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"))]
 c.Spawner.environment = {"MPLCONFIGDIR": os.path.abspath("matplotlib")}  # its list of fonts takes seconds: once for all

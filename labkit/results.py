@@ -56,11 +56,6 @@ def gather(names=()):
     return tables, missing
 
 
-def recorded(name, gpu=None):
-    """Return the recorded table of an experiment, of the GPU in use or of another slug; see recordings.recorded."""
-    return recordings.recorded(name, experiments.EXPERIMENTS[name].source, gpu)
-
-
 def sent():
     """Return the experiments that results hold or are judged from, in order."""
     wanted = {*TABLES, *(name for claim in claims.CLAIMS.values() for name in claim.experiments)}

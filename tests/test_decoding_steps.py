@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from made_up import LABEL, table  # noqa: E402
+from made_up import table  # noqa: E402
 from test_decode_loop import Tape  # noqa: E402
 
-from labkit import architectures, experiments, graphs, models, timing, trace  # noqa: E402
+from labkit import architectures, experiments, graphs, models, recordings, timing, trace  # noqa: E402
 from labkit.experiments import decoding_steps, registry  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -317,9 +317,42 @@ def test_a_point_that_a_child_has_no_room_for_has_no_kernels(gpu, monkeypatch):
     assert [(row["batch"], row["kernels_us"]) for row in rows] == [(1, 2.0), (32, None)] * 2 and rows[1]["longest"] == []
 
 
-def test_the_whole_ladder_is_one_table_with_its_label(monkeypatch):
-    for name in ("ladder_gpt2", "ladder_llama_1b", "ladder_llama_8b"):
-        monkeypatch.setitem(registry.EXPERIMENTS, name, lambda name=name: table([{"model": name, "wall_us": 1.0}] * 2))
+LADDERS = {"GPT-2": "ladder_gpt2", "Llama 1B": "ladder_llama_1b", "Llama 8B": "ladder_llama_8b"}
+
+
+def test_the_whole_ladder_is_one_table_and_each_row_says_where_it_comes_from(monkeypatch):
+    def ladder(name, told):
+        made = table([{"model": name, "wall_us": 1.0}] * 2)
+        made.attrs["provenance"]["label"] = told
+        return made
+
+    for name in LADDERS.values():
+        monkeypatch.setitem(registry.EXPERIMENTS, name, lambda name=name: ladder(name, "LIVE"))
+        registry.EXPERIMENTS[name].source = name
+    monkeypatch.setattr(recordings, "recorded", lambda name, source, gpu: ladder(name, "RECORDED"))
     whole = experiments.decode_ladder()
-    assert [*whole.model] == ["ladder_gpt2"] * 2 + ["ladder_llama_1b"] * 2 + ["ladder_llama_8b"] * 2
-    assert whole.attrs["provenance"]["label"] == LABEL and [*whole.index] == [*range(6)]
+    assert [*whole.model] == [name for name in LADDERS.values() for _ in range(2)] and [*whole.index] == [*range(6)]
+    assert [*whole.label] == ["LIVE"] * 2 + ["RECORDED"] * 4 and whole.attrs["provenance"]["label"] == "LIVE; RECORDED"
+    for measured, live in (((), 0), ("Llama 8B", 2), (["Llama 8B", "GPT-2"], 4), ([*LADDERS], 6)):
+        assert [*experiments.decode_ladder(measured).label].count("LIVE") == live
+    with pytest.raises(ValueError, match="no ladder is of 'Llama'; there are those of 'GPT-2', 'Llama 1B', 'Llama 8B'"):
+        experiments.decode_ladder(["Llama"])
+
+
+@pytest.mark.parametrize(("error", "shown"), [
+    (models.TooLarge("a llama of 32 layers needs about 16.1 GiB; 9.0 GiB of this GPU are free.\nMore"), True),
+    (torch.OutOfMemoryError("CUDA out of memory."), True), (FileNotFoundError("SmolLM2 needs gguf, not installed here"), True),
+    (ModuleNotFoundError("vLLM is not installed here"), True), (RuntimeError("a mistake"), False), (KeyError("a mistake"), False)])
+def test_what_a_machine_lacks_is_shown_as_recorded_and_a_mistake_is_not_hidden(monkeypatch, capsys, error, shown):
+    def fails():
+        raise error
+
+    fails.source = "fails"
+    monkeypatch.setitem(registry.EXPERIMENTS, "prefill_cost", fails)
+    monkeypatch.setattr(recordings, "recorded", lambda name, source, gpu: (name, source))
+    if shown:
+        assert experiments.measured_or_recorded("prefill_cost") == ("prefill_cost", "fails")
+        assert capsys.readouterr().out == f"prefill_cost is not measured here, but shown as recorded: {str(error).splitlines()[0]}\n"
+    else:
+        with pytest.raises(type(error), match="a mistake"):
+            experiments.measured_or_recorded("prefill_cost")

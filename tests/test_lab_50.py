@@ -11,7 +11,7 @@ import made_up  # noqa: E402
 import test_decoding_steps  # noqa: E402
 
 import labkit  # noqa: E402
-from labkit import build, charts, check, experiments  # noqa: E402
+from labkit import build, charts, check, recordings  # noqa: E402
 from labkit.experiments import decoding_steps, registry  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,18 +31,24 @@ def run(source, names):
     return eval(compile(ast.Expression(last.value), "lab", "eval"), names)
 
 
+def stand_in(monkeypatch, name, rows):
+    """Let an experiment give these rows, measured or as recorded."""
+    recorded = recordings.recorded
+    monkeypatch.setitem(registry.EXPERIMENTS, name, lambda: made_up.table(rows))
+    registry.EXPERIMENTS[name].source = name
+    monkeypatch.setattr(recordings, "recorded", lambda which, *rest: made_up.table(rows) if which == name else recorded(which, *rest))
+
+
 def test_all_that_is_not_recorded_runs_on_tables_as_they_are_measured(gpu, monkeypatch, capsys):
     monkeypatch.setattr(decoding_steps, "SPAN", dict.fromkeys(decoding_steps.LANGUAGE, (128, 200)))
     for name in ("ladder_gpt2", "ladder_llama_1b", "ladder_llama_8b", "generate_speed"):
         rows = registry.EXPERIMENTS[name].measure()
         json.dumps(build.scrub(rows), allow_nan=False)  # as it is recorded
-        table = made_up.table(rows)
-        monkeypatch.setitem(registry.EXPERIMENTS, name, lambda table=table: table)
-        monkeypatch.setattr(experiments, name, lambda table=table: table)
+        stand_in(monkeypatch, name, rows)
     rows = [dict(zip(("architecture", "static_equals", "captures", "captured_equals", "decodes"), row), cause="", why_not="") for row in TRIED]
     for name, made in (("architecture_table", rows), ("architecture_speeds", [{"architecture": "llama", "speedup": 3.21}]),
                        ("streamed_text", [{"how": how, "at_us": 1e5, "text": "Sky", "model": "M", "question": "Why?"} for how in ("eager", "graph")])):
-        monkeypatch.setattr(experiments, name, lambda made=made: made_up.table(made))
+        stand_in(monkeypatch, name, made)
     names = {"display": print}
     shown = [run(source, names) for source in SOURCES if not source.startswith("%%")]
     said = capsys.readouterr().out

@@ -192,6 +192,11 @@ def test_sanitising_makes_live_and_recorded_alike_and_keeps_the_words():
     there = ("A step launches 1,338 kernels. GPU idle: 9e-1 %, at 0x12.\n"
              "RECORDED on NVIDIA GeForce RTX 4090, 2026-11-29: not measured here (measured by an earlier version).")
     assert sanitised(here) == sanitised(there) != sanitised(there.replace("launches", "saves"))
+    plain = "Here: 0.2 ms. The rule: holds when it holds."
+    for said in (plain.replace("The rule", "Close to a bound: at an end of the intervals the verdict is: holds. The rule"),
+                 f"prefill_cost is not measured here, but shown as recorded: it needs 16.1 GiB. Choose less.\n{plain}",
+                 f"vLLM is not installed here: as recorded.\n{plain}"):
+        assert sanitised(said) == sanitised(plain) != sanitised(said.replace("ms", "s"))
 
 
 @pytest.mark.gpu

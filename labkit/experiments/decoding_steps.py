@@ -2,7 +2,7 @@
 
 import re
 
-from labkit.experiments.registry import EXPERIMENTS, as_pair, cells, experiment, in_child, walls
+from labkit.experiments.registry import as_pair, as_recorded, cells, experiment, in_child, measured_or_recorded, walls
 
 LANGUAGE = {"GPT-2": ("gpt2", 12, 768, "float16"), "Llama 1B": ("llama", 16, 2048, "bfloat16"), "Llama 8B": ("llama", 32, 4096, "bfloat16")}
 SPAN = {"GPT-2": (128, 1024), "Llama 1B": (128, 1024, 8192), "Llama 8B": (128, 1024, 8192)}  # tokens of context
@@ -66,13 +66,22 @@ def _pass_of(model, tokens):
     return lambda ids: model(input_ids=ids, attention_mask=causal, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 
-def decode_ladder():
-    """Return ladder_gpt2, ladder_llama_1b and ladder_llama_8b as one table."""
+def decode_ladder(measured=("GPT-2",)):
+    """Return ladder_gpt2, ladder_llama_1b and ladder_llama_8b as one table; `label` says of each row where it comes from.
+
+    measured: the models of which, where labs run live, the ladder is measured here; those of the others are as recorded.
+    Raises ValueError for a model that has no ladder.
+    """
     import pandas
 
-    tables = [EXPERIMENTS[name]() for name in ("ladder_gpt2", "ladder_llama_1b", "ladder_llama_8b")]
-    rows = pandas.concat(tables, ignore_index=True)
-    rows.attrs = tables[-1].attrs
+    names = dict(zip(LANGUAGE, ("ladder_gpt2", "ladder_llama_1b", "ladder_llama_8b"), strict=True))
+    measured = {measured} if isinstance(measured, str) else set(measured)
+    if unknown := measured - set(names):
+        raise ValueError(f"no ladder is of {', '.join(sorted(map(repr, unknown)))}; there are those of {', '.join(map(repr, names))}")
+    tables = [(measured_or_recorded if model in measured else as_recorded)(name) for model, name in names.items()]
+    rows = pandas.concat([table.assign(label=table.attrs["provenance"]["label"]) for table in tables], ignore_index=True)
+    told = tables[-1].attrs["provenance"]
+    rows.attrs = {"provenance": {**told, "label": "; ".join(rows.label.unique())}}
     return rows
 
 

@@ -6,7 +6,7 @@ import inspect
 import json
 from dataclasses import replace
 
-from labkit import recordings
+from labkit import machine, recordings
 
 EXPERIMENTS = {}
 
@@ -24,6 +24,34 @@ def experiment(fn):
     table.measure, table.source = fn, inspect.getsource(fn)
     EXPERIMENTS[fn.__name__] = table
     return table
+
+
+def as_recorded(name, gpu=None):
+    """Return the recorded table of an experiment, also where labs run live, of the GPU in use or of another slug; see recordings.recorded."""
+    return recordings.recorded(name, EXPERIMENTS[name].source, gpu)
+
+
+def measured_or_recorded(name):
+    """Return the table of an experiment: measured where labs run live and this machine has what it takes, else as recorded.
+
+    What it can lack is GPU memory, or a package that is installed only if one asks for it; the reason is printed.
+    """
+    try:
+        return EXPERIMENTS[name]()
+    except Exception as error:
+        if not _lacking(error):
+            raise
+        print(f"{name} is not measured here, but shown as recorded: {machine.first_line(error)}")
+        return as_recorded(name)
+
+
+def _lacking(error):
+    """Say whether an error tells of what this machine does not have, and not of a mistake."""
+    import torch
+
+    from labkit import models
+
+    return isinstance(error, (models.TooLarge, torch.OutOfMemoryError, FileNotFoundError, ModuleNotFoundError))
 
 
 def apart(fn):

@@ -55,7 +55,7 @@ class ScorecardModel(HasTraits):
     def load(self):
         """Load the recordings of all that is missing, at once."""
         for name in self.wanted():
-            self._keep(name, partial(results.recorded, name))
+            self._keep(name, partial(experiments.as_recorded, name))
 
     async def fill(self, recorded=False):
         """Get what is missing, one experiment after the other, until all are there or it is stopped: measured, or (recorded) loaded."""
@@ -65,7 +65,7 @@ class ScorecardModel(HasTraits):
         try:
             for number, name in enumerate(wanted, 1):
                 self.status = f"{'Loading' if recorded else 'Measuring'} {name}, {number} of {len(wanted)}."
-                get = partial(results.recorded, name) if recorded else experiments.EXPERIMENTS[name]
+                get = partial(experiments.as_recorded, name) if recorded else experiments.EXPERIMENTS[name]
                 done = asyncio.ensure_future(asyncio.to_thread(get))
                 await asyncio.wait([done])
                 self._keep(name, done.result)

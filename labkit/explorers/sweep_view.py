@@ -9,7 +9,7 @@ import ipywidgets as widgets
 from IPython.display import HTML, display
 from traitlets import dlink
 
-from labkit import charts, experiments, launch_model, machine, recordings, report, results
+from labkit import charts, experiments, launch_model, machine, recordings, report
 from labkit.experiments import sweeps
 from labkit.explorers.sweep_model import VIEWS, Live, Recorded, SweepModel
 
@@ -55,12 +55,12 @@ def at_hand():
 
 def _source(slug):
     """Return the name of a recorded GPU, and its sweeps with what predictions and the roofline need, where that is recorded."""
-    tables = {model: results.recorded(f"sweep_{model}", slug) for model in charts.MODELS if slug in recordings.available(f"sweep_{model}")}
+    tables = {model: experiments.as_recorded(f"sweep_{model}", slug) for model in charts.MODELS if slug in recordings.available(f"sweep_{model}")}
     gpu = next(iter(tables.values())).attrs["provenance"]["gpu"]
     if slug in recordings.available("launch_constants"):
-        constants = launch_model.fit(results.recorded("launch_constants", slug))
+        constants = launch_model.fit(experiments.as_recorded("launch_constants", slug))
         tables = {model: launch_model.add_predictions(table, constants) for model, table in tables.items()}
-    return gpu, Recorded(tables, results.recorded("ceilings", slug) if slug in recordings.available("ceilings") else None)
+    return gpu, Recorded(tables, experiments.as_recorded("ceilings", slug) if slug in recordings.available("ceilings") else None)
 
 
 def view(model):
