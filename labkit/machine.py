@@ -95,9 +95,10 @@ _REINSTALL = "Reinstall torch: pip install --force-reinstall torch"
 
 def wrong_settings():
     """Return what is wrong with the environment variables of the labs, in one line, or ""."""
-    wish, budget = (os.environ.get(name, "").strip() for name in ("LABKIT_MODE", "LABKIT_BUDGET"))
-    if wish.lower() not in ("", "recorded"):
-        return f"LABKIT_MODE={wish} means nothing: unset it, or set it to recorded"
+    for name in ("LABKIT_MODE", "LABKIT_TABLES"):
+        if (wish := os.environ.get(name, "").strip()).lower() not in ("", "recorded"):
+            return f"{name}={wish} means nothing: unset it, or set it to recorded"
+    budget = os.environ.get("LABKIT_BUDGET", "").strip()
     try:
         share_of_memory()
     except ValueError as error:

@@ -37,7 +37,12 @@ def banner(cells=True):
     if here.live:
         import torch
         allowance.keep(torch)
-        return _show("LIVE", f"LIVE on {here.reason}. Everything below is measured here, now.")
+        try:
+            recordings.chosen()
+        except recordings.RecordingError as error:
+            print(f"Careful: {error}.")
+        said = "unless its label says RECORDED" if recordings.tables_are_live() else "but for tables: LABKIT_TABLES=recorded is set"
+        return _show("LIVE", f"LIVE on {here.reason}. Everything below is measured here, now, {said}.")
     try:
         about = recordings.about()
         said = (f"RECORDED on {about['gpu']}, {about['date']}. "

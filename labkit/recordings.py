@@ -212,14 +212,19 @@ def live_or_recorded(experiment, params, measure, source):
 
 
 def recorded(experiment, source, gpu=None):
-    """Return the recorded table of an experiment, also where labs run live, and of any GPU (a slug) that has one; else RecordingError."""
+    """Return the recorded table of an experiment, also where labs run live, and of any GPU (a slug) that has one; else RecordingError.
+
+    Where labs run live, and the GPU in use has no recording of it, it is that of the GPU which the labs were written on.
+    """
+    if gpu is None and machine.mode().live and not (FOLDER / chosen() / f"{experiment}.json").exists():
+        gpu = WRITTEN_ON
     document = load(experiment, gpu)
     return table(document["rows"], provenance(experiment, document, document["code_hash"] != code_hash(source)))
 
 
 def tables_are_live():
     """Say whether tables are measured: labs run LIVE, and LABKIT_TABLES is not "recorded"."""
-    return machine.mode().live and os.environ.get("LABKIT_TABLES") != "recorded"
+    return machine.mode().live and os.environ.get("LABKIT_TABLES", "").strip().lower() != "recorded"
 
 
 def table(rows, told):

@@ -163,7 +163,7 @@ def test_learners_find_packages_where_whoever_starts_the_class_does(configured, 
     for name in ("PIP_INDEX_URL", "https_proxy", "PIP_TARGET", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "there")
     kept = configured().Spawner.env_keep
-    assert {"PIP_INDEX_URL", "https_proxy"} <= set(kept) and not {"PIP_TARGET", "AWS_SECRET_ACCESS_KEY"} & set(kept)
+    assert {"PIP_INDEX_URL", "https_proxy", "LABKIT_TABLES"} <= set(kept) and not {"PIP_TARGET", "AWS_SECRET_ACCESS_KEY"} & set(kept)
 
 
 @hub_needed

@@ -33,10 +33,15 @@ def run(source, names):
 
 def stand_in(monkeypatch, name, rows):
     """Let an experiment give these rows, measured or as recorded."""
+    def of_another(*_):
+        table = made_up.table(rows)
+        table.attrs["provenance"]["label"] = "RECORDED on another"
+        return table
+
     recorded = recordings.recorded
     monkeypatch.setitem(registry.EXPERIMENTS, name, lambda: made_up.table(rows))
     registry.EXPERIMENTS[name].source = name
-    monkeypatch.setattr(recordings, "recorded", lambda which, *rest: made_up.table(rows) if which == name else recorded(which, *rest))
+    monkeypatch.setattr(recordings, "recorded", lambda which, *rest: (of_another if which == name else recorded)(which, *rest))
 
 
 def test_all_that_is_not_recorded_runs_on_tables_as_they_are_measured(gpu, monkeypatch, capsys):
@@ -55,6 +60,12 @@ def test_all_that_is_not_recorded_runs_on_tables_as_they_are_measured(gpu, monke
     assert said.count(check.CORRECT) == 2 and said.count("Verdict: ") == 3 and "the same text: True" in said
     assert sum(isinstance(one, charts.Chart) for one in shown) == 3
     assert "captured, keys read once (reading again gone): " in str(names["rungs"](names["single"]))
+    assert said.count("\nRECORDED on another\n") == 3  # before the guess, the captures and the best rung
+    assert f"\n{made_up.LABEL}, together with\nRECORDED on another\n" in said
+    assert "RECORDED on another" in str(names["rungs"](names["single"])) and made_up.LABEL not in str(names["rungs"](names["single"]))
+    captures = next(one for one in shown if "whence" in getattr(one, "columns", ()))
+    assert {(model, told) for (model, *_), told in captures.whence.items()} == {
+        ("GPT-2", "TEST"), ("Llama 1B", "RECORDED"), ("Llama 8B", "RECORDED")}
     assert list(names["best"].longest) == [["a kernel", 1, 2.0]] and "steps: beside its kernels, " in said
     assert dict(zip(names["tried"].architecture, names["tried"].by_hand)) == {
         "llama": "captured, same tokens", "mistral": "captured, wrong tokens", "mpt": "not captured", "roberta": "wrong before any graph",

@@ -205,7 +205,8 @@ def test_the_doctor_finds_this_gpu_healthy():
 
 
 @pytest.mark.parametrize("name, value, wrong", [
-    ("LABKIT_MODE", "silly", "means nothing"), ("LABKIT_MODE", " Recorded ", ""), ("LABKIT_BUDGET", "silly", "no number above 0"),
+    ("LABKIT_MODE", "silly", "means nothing"), ("LABKIT_MODE", " Recorded ", ""),
+    ("LABKIT_TABLES", "live", "means nothing"), ("LABKIT_TABLES", "Recorded ", ""), ("LABKIT_BUDGET", "silly", "no number above 0"),
     ("LABKIT_BUDGET", "0", "no number above 0"), ("LABKIT_BUDGET", "nan", "no number above 0"),
     ("LABKIT_BUDGET", "inf", "no number above 0"), ("LABKIT_BUDGET", "0.2", "")])
 def test_settings_that_mean_nothing_are_named(monkeypatch, capsys, name, value, wrong):

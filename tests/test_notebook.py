@@ -105,7 +105,13 @@ def test_the_banner_says_the_mode_why_and_the_fix(kernel):
     assert "Cells marked %%gpu" in said
     apps = kernel.run("labkit.banner(cells=False)")
     assert "Cells" not in apps and "2026-11-29. Nothing is measured here" in apps
-    assert "LIVE on NVIDIA Test, driver 1" in kernel.mode(live=True)
+    assert "LIVE on NVIDIA Test, driver 1. Everything below is measured here, now, unless its label says RECORDED." in kernel.mode(live=True)
+    try:
+        kernel.run("os.environ |= {'LABKIT_TABLES': 'recorded', 'LABKIT_RECORDING': 'nvidia-none'}")
+        said = kernel.mode(live=True)
+        assert "now, but for tables: LABKIT_TABLES=recorded is set" in said and "Careful: LABKIT_RECORDING names 'nvidia-none'" in said
+    finally:
+        kernel.run("del os.environ['LABKIT_TABLES'], os.environ['LABKIT_RECORDING']")
 
 
 def test_the_banner_stands_without_good_recordings(recorded, tmp_path):

@@ -420,3 +420,18 @@ def test_a_recorded_table_of_another_gpu_comes_also_where_labs_run_live(gpu):
     assert list(found["wall_us"]) == [2.0, 4.0] and found.attrs["provenance"]["label"].startswith("RECORDED on NVIDIA B")
     with pytest.raises(RecordingError, match="nvidia-c has no recording of tiny"):
         recordings.recorded("tiny", SOURCE, "nvidia-c")
+
+
+def test_live_a_table_that_the_gpu_in_use_has_no_recording_of_is_that_of_the_labs(gpu, monkeypatch):
+    write(gpu, slug="nvidia-mine"), write(gpu, name="other", slug=recordings.WRITTEN_ON, machine={"gpu": "NVIDIA Labs"})
+    monkeypatch.setenv("LABKIT_RECORDING", "nvidia-mine")
+    assert recordings.recorded("other", SOURCE).attrs["provenance"]["label"].startswith("RECORDED on NVIDIA Labs")
+    monkeypatch.setattr(machine, "mode", lambda: machine.Mode(False, "no GPU"))
+    with pytest.raises(RecordingError, match="nvidia-mine has no recording of other"):
+        recordings.recorded("other", SOURCE)
+
+
+@pytest.mark.parametrize(("wish", "live"), [("recorded", False), (" Recorded ", False), ("", True), ("silly", True)])
+def test_tables_are_live_unless_they_are_asked_for_as_recorded(gpu, monkeypatch, wish, live):
+    monkeypatch.setenv("LABKIT_TABLES", wish)
+    assert recordings.tables_are_live() == live
