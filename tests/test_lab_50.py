@@ -11,7 +11,7 @@ import made_up  # noqa: E402
 import test_decoding_steps  # noqa: E402
 
 import labkit  # noqa: E402
-from labkit import build, charts, check, recordings  # noqa: E402
+from labkit import build, charts, check, experiments, models, recordings  # noqa: E402
 from labkit.experiments import decoding_steps, registry  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,6 +70,28 @@ def test_all_that_is_not_recorded_runs_on_tables_as_they_are_measured(gpu, monke
     assert dict(zip(names["tried"].architecture, names["tried"].by_hand)) == {
         "llama": "captured, same tokens", "mistral": "captured, wrong tokens", "mpt": "not captured", "roberta": "wrong before any graph",
         "rwkv": "failed before a capture", "crashes": "failed before a capture"}
+
+
+def test_on_a_gpu_that_is_too_small_the_lab_runs_through_and_says_what_is_recorded(monkeypatch, capsys):
+    def no_room():
+        raise models.TooLarge("a llama needs 16 GiB")
+
+    def never():
+        raise AssertionError("this takes too long to measure in a lab")
+
+    tried = ("streamed_text", "prefill_cost", "ladder_gpt2", "generate_speed", "article_benchmark")
+    for name in (*tried, "ladder_llama_1b", "ladder_llama_8b", "architecture_table", "architecture_speeds"):
+        table = (lambda: no_room()) if name in tried else (lambda: never())
+        table.source = registry.EXPERIMENTS[name].source
+        monkeypatch.setitem(registry.EXPERIMENTS, name, table)
+        monkeypatch.setattr(experiments, name, never)  # the lab is to ask by other ways
+    names = {"display": print}
+    for source in SOURCES:
+        source.startswith("%%") or run(source, names)
+    said = capsys.readouterr().out
+    assert said.count(check.CORRECT) == 2 and said.count("Verdict: ") == 3
+    for name in tried:
+        assert said.count(f"{name} is not measured here, but shown as recorded: a llama needs 16 GiB\n") == 1
 
 
 def test_what_is_captured_by_hand_falls_into_the_trap_and_a_window_is_wrong_without_an_error(monkeypatch, capsys):

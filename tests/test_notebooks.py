@@ -197,6 +197,7 @@ def test_sanitising_makes_live_and_recorded_alike_and_keeps_the_words():
                  f"prefill_cost is not measured here, but shown as recorded: it needs 16.1 GiB. Choose less.\n{plain}",
                  f"vLLM is not installed here: as recorded.\n{plain}"):
         assert sanitised(said) == sanitised(plain) != sanitised(said.replace("ms", "s"))
+    assert "shown" in sanitised(f"prefill_cost is not measured here, but shown as recorded: No module named 'typo'\n{plain}")
 
 
 @pytest.mark.gpu
