@@ -4,9 +4,10 @@ import ast
 import functools
 import inspect
 import json
+import re
 from dataclasses import replace
 
-from labkit import machine, recordings
+from labkit import recordings
 
 EXPERIMENTS = {}
 
@@ -37,21 +38,21 @@ def measured_or_recorded(name):
     What it can lack is GPU memory, or a package that is installed only if one asks for it; the reason is printed.
     """
     try:
-        return EXPERIMENTS[name]()
+        table = EXPERIMENTS[name]()
+        why = "" if len(table) else "all of it was left out"
     except Exception as error:
-        if not _lacking(error):
+        if not (why := _lacking(error)):
             raise
-        print(f"{name} is not measured here, but shown as recorded: {machine.first_line(error)}")
-        return as_recorded(name)
+    if why:
+        table = as_recorded(name)
+        print(f"{name} is not measured here, but shown as recorded: {why}")
+    return table
 
 
 def _lacking(error):
-    """Say whether an error tells of what this machine does not have, and not of a mistake."""
-    import torch
-
-    from labkit import models
-
-    return isinstance(error, (models.TooLarge, torch.OutOfMemoryError, FileNotFoundError, ModuleNotFoundError))
+    """Return the line of an error, maybe of a child's, that tells what this machine does not have, and "" for a mistake."""
+    told = re.compile(r"GiB of this GPU are free|out of memory|ALLOC_FAILED|not installed here", re.IGNORECASE)
+    return next(filter(told.search, str(error).splitlines()), "")
 
 
 def apart(fn):
