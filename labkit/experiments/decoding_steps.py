@@ -80,8 +80,8 @@ def decode_ladder(measured=("GPT-2",)):
         raise ValueError(f"no ladder is of {', '.join(sorted(map(repr, unknown)))}; there are those of {', '.join(map(repr, names))}")
     tables = [(measured_or_recorded if model in measured else as_recorded)(name) for model, name in names.items()]
     rows = pandas.concat([table.assign(label=table.attrs["provenance"]["label"]) for table in tables], ignore_index=True)
-    live = all(table.attrs["provenance"]["live"] for table in tables)
-    rows.attrs = {"provenance": {**tables[-1].attrs["provenance"], "live": live, "label": "; ".join(rows.label.unique())}}
+    told = tables[-1].attrs["provenance"]
+    rows.attrs = {"provenance": {**told, "label": "; ".join(rows.label.unique())}}
     return rows
 
 

@@ -4,10 +4,9 @@ import ast
 import functools
 import inspect
 import json
-import re
 from dataclasses import replace
 
-from labkit import recordings
+from labkit import machine, recordings
 
 EXPERIMENTS = {}
 
@@ -38,21 +37,21 @@ def measured_or_recorded(name):
     What it can lack is GPU memory, or a package that is installed only if one asks for it; the reason is printed.
     """
     try:
-        table = EXPERIMENTS[name]()
-        why = "" if len(table) else "all of it was left out"
+        return EXPERIMENTS[name]()
     except Exception as error:
-        if not (why := _lacking(error)):
+        if not _lacking(error):
             raise
-    if why:
-        table = as_recorded(name)
-        print(f"{name} is not measured here, but shown as recorded: {why}")
-    return table
+        print(f"{name} is not measured here, but shown as recorded: {machine.first_line(error)}")
+        return as_recorded(name)
 
 
 def _lacking(error):
-    """Return the line of an error, maybe of a child's, that tells what this machine does not have, and "" for a mistake."""
-    told = re.compile(r"GiB of this GPU are free|out of memory|ALLOC_FAILED|not installed here", re.IGNORECASE)
-    return next(filter(told.search, str(error).splitlines()), "")
+    """Say whether an error tells of what this machine does not have, and not of a mistake."""
+    import torch
+
+    from labkit import models
+
+    return isinstance(error, (models.TooLarge, torch.OutOfMemoryError, FileNotFoundError, ModuleNotFoundError))
 
 
 def apart(fn):
